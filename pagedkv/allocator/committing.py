@@ -1,0 +1,96 @@
+"""Commit: KV has been written; full pages become findable, duplicates are merged.
+
+Takes rows with their tokens, checks them without changing anything, then writes the books, which cannot fail.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import CopiesPending, NotReserved, PromptMismatch
+from .index_node import Blocks
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
+    from .tokens import TokenArray
+
+
+def check_commit(ledger: Ledger, row: int, count: int, tokens: TokenArray | None) -> None:
+    """Raise where ``count`` tokens (None: that no token names) may not be committed to the row."""
+    rows, size = ledger.rows, ledger.page_size
+    start, reserved = int(rows.num_tokens[row]), rows.reserved(row)
+    if count > reserved:
+        raise NotReserved(f"{count} tokens committed to {rows.sequences[row]!r}, {reserved} are reserved")
+    sequence = rows.sequences[row]
+    inside = min(int(rows.prompt_len[row]) - start, count)
+    if tokens is not None and inside > 0 and sequence is not None:
+        prompt = sequence.prompt.tokens[start : start + inside]
+        unlike = np.flatnonzero(prompt != tokens[:inside])
+        if unlike.size:
+            at = int(unlike[0])
+            raise PromptMismatch(
+                f"tokens must equal the prompt of {sequence!r}: at position {start + at} it has {prompt[at]}, "
+                f"the commit has {tokens[at]}"
+            )
+    if count and ledger.copies:
+        page = ledger.copies.touch(ledger.tables[row, start // size : rows.blocks(start + count)])
+        if page is not None:
+            raise CopiesPending(
+                f"page {page} of {sequence!r} is part of a copy that was not acknowledged: run take_copies() before "
+                "writing, then call acknowledge_copies()"
+            )
+
+
+def commit_row(ledger: Ledger, row: int, count: int, tokens: TokenArray | None) -> None:
+    """Store that the row's next ``count`` tokens have their KV, and give the rest of the reservation back."""
+    rows, size = ledger.rows, ledger.page_size
+    start, held = int(rows.num_tokens[row]), rows.held(row)
+    end = start + count
+    rows.num_tokens[row] = rows.ends[row] = end
+    if tokens is None and count:
+        rows.opaque_from[row] = min(int(rows.opaque_from[row]), start)
+    named = min(end, int(rows.opaque_from[row])) - start
+    if tokens is not None and named > 0:
+        data = np.concatenate([rows.tail_tokens[row, : start % size], tokens[:named]])
+        rest = len(data) % size
+        if len(data) >= size:
+            index_blocks(ledger, row, start // size, data[: len(data) - rest])
+        rows.tail_tokens[row, :rest] = data[len(data) - rest :]
+    ledger.drop_blocks(row, rows.blocks(end), held)
+
+
+def index_blocks(ledger: Ledger, row: int, block: int, tokens: TokenArray) -> None:
+    """Make the row's full pages from ``block`` on findable; of two equal pages the indexed one stays."""
+    rows = ledger.rows
+    cursor, sequence = rows.cursor[row], rows.sequences[row]
+    assert cursor is not None
+    assert sequence is not None
+    entries = ledger.tables[row, block : block + len(tokens) // ledger.page_size]
+    node, found = ledger.index.insert(cursor, Blocks(tokens.tobytes(), sequence.prompt.media, block), entries)
+    rows.cursor[row] = node
+    if found:
+        twins = entries[: len(found)].copy()
+        indexed = np.array(found, np.int32)
+        ledger.pool.hold(indexed)
+        entries[: len(found)] = indexed
+        ledger.give_back(twins[::-1])
+        ledger.counters.merged_pages += len(found)
+    ledger.tell_stored(row, block + len(found), tokens[len(found) * ledger.page_size :])
+
+
+def index_full_tail(ledger: Ledger, row: int, block: int) -> None:
+    """Make the row's block, just filled with its tail tokens, findable, unless its KV may not be."""
+    rows = ledger.rows
+    if rows.opaque_from.item(row) < (block + 1) * ledger.page_size:
+        return
+    cursor, sequence = rows.cursor[row], rows.sequences[row]
+    assert cursor is not None
+    assert sequence is not None
+    tokens = rows.tail_tokens[row]
+    page = ledger.tables.item(row, block)
+    if sequence.prompt.media or not ledger.index.append(cursor, block, tokens.tobytes(), page):
+        index_blocks(ledger, row, block, tokens)
+    else:
+        ledger.tell_stored(row, block, tokens)

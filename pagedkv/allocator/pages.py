@@ -1,0 +1,134 @@
+"""The page pool: which page is free, idle or referenced.
+
+Takes counts and page ids, gives page ids, and refuses to know sequences and tokens. A page is *free* on the stack
+here, *idle* when nobody holds it but the prefix index names it, *referenced* when tables or pins hold it;
+``refs`` = table occurrences + pins. Page 0, the null page, is none of these and is never handed out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .eviction import EvictionPolicy
+    from .prefix_index import PageArray, PrefixIndex
+
+
+class PagePool:
+    """Free stack, reference counts and pins; taking or giving back n pages is one slice."""
+
+    def __init__(self, num_pages: int, index: PrefixIndex, policy: EvictionPolicy) -> None:
+        """Start with every page but the null page free, lowest ids first."""
+        self.num_pages = num_pages
+        self.index = index
+        self.policy = policy
+        self.refs = np.zeros(num_pages, np.int32)
+        self.pins: dict[int, int] = {}
+        self.num_free = num_pages - 1
+        self.num_idle = 0
+        self.evictions = 0
+        self._least_free = num_pages - 1
+        self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had: free plus idle, exactly."""
+        return self.num_free + self.num_idle
+
+    @property
+    def num_used(self) -> int:
+        """Page ids from this one on have never been handed out."""
+        return self.num_pages - self._least_free
+
+    @property
+    def free_pages(self) -> PageArray:
+        """The free stack, bottom first."""
+        return self._stack[: self.num_free]
+
+    def take(self, count: int) -> PageArray:
+        """Hand out ``count`` <= `available` pages, each with one reference; idle ones are evicted as needed."""
+        if count > self.num_free:
+            self._evict(count - self.num_free)
+        bottom = self.num_free - count
+        self._least_free = min(self._least_free, bottom)
+        pages = self._stack[bottom : self.num_free][::-1].copy()
+        self.num_free = bottom
+        self.refs[pages] = 1
+        return pages
+
+    def hold(self, pages: PageArray) -> None:
+        """Add a reference to each of the (different) pages; idle ones are idle no more."""
+        before = self.refs[pages]
+        self.refs[pages] = before + 1
+        revived = pages[before == 0]
+        if revived.size:
+            self.num_idle -= revived.size
+            self.policy.held(revived.tolist())
+
+    def release(self, pages: PageArray) -> None:
+        """Take a reference from each of the (different) pages, given last block first."""
+        left = self.refs[pages] - 1
+        self.refs[pages] = left
+        gone = pages[left == 0]
+        if not gone.size:
+            return
+        findable = self.index.indexed[gone]
+        idle = gone[findable]
+        if idle.size:
+            self.num_idle += idle.size
+            self.policy.released(idle.tolist())
+            gone = gone[~findable]
+        self._put_back(gone)
+
+    def num_idle_among(self, pages: PageArray) -> int:
+        """Count the indexed pages that nobody holds."""
+        return int(np.count_nonzero(self.refs[pages] == 0))
+
+    def table_refs(self, page: int) -> int:
+        """Return how many table entries name the page."""
+        return int(self.refs[page]) - self.pins.get(page, 0)
+
+    def pin(self, page: int) -> None:
+        """Hold a page that is referenced already, apart from any table."""
+        self.refs[page] += 1
+        self.pins[page] = self.pins.get(page, 0) + 1
+
+    def unpin(self, page: int) -> None:
+        """Take one pin away."""
+        if self.pins[page] == 1:
+            del self.pins[page]
+        else:
+            self.pins[page] -= 1
+        self.release(np.array([page], np.int32))
+
+    def unindex(self, page: int, block: int) -> None:
+        """Take a page held by one table alone out of the index, so that it may be written; what follows it is freed."""
+        node = self.index.node_of[page]
+        dropped = self.index.cut(node, block - node.start)
+        self.policy.removed(dropped.tolist(), evicted=False)
+        freed = dropped[dropped != page]
+        self.num_idle -= freed.size
+        self._put_back(freed)
+
+    def clear_index(self) -> int:
+        """Free every idle page and forget the whole index; return how many pages that were."""
+        indexed = np.flatnonzero(self.index.indexed).astype(np.int32)
+        idle = indexed[self.refs[indexed] == 0]
+        self.policy.removed(indexed.tolist(), evicted=False)
+        self.index.clear()
+        self.num_idle = 0
+        self._put_back(idle[::-1])
+        return len(idle)
+
+    def _evict(self, count: int) -> None:
+        dropped = self.index.evict(self.policy.victims(count))
+        self.policy.removed(dropped.tolist(), evicted=True)
+        self.num_idle -= count
+        self.evictions += count
+        self._put_back(dropped)
+
+    def _put_back(self, pages: PageArray) -> None:
+        self._stack[self.num_free : self.num_free + len(pages)] = pages
+        self.num_free += len(pages)

@@ -1,0 +1,177 @@
+"""The handle on one sequence.
+
+Takes verbs, hands them to its allocator, and keeps nothing but its row, its prompt and where it came from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import SequenceClosed
+from .tokens import count_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from .block_allocator import BlockAllocator
+    from .ledger import Room
+    from .prefix_index import PageArray
+    from .prompt import Prompt
+
+
+class Sequence:
+    """Tokens whose KV is stored in pages, made by `BlockAllocator.open` or `fork`; a context manager.
+
+    After `close` every use but `closed` and `repr` raises `SequenceClosed`.
+
+    Attributes:
+        serial: its number among the allocator's sequences, from 1, as they were opened and forked.
+        origin: the allocator's clock when it was opened.
+        prompt: what it was opened with, less what `truncate` cut off.
+    """
+
+    __slots__ = ("_allocator", "_cached", "_namespace", "_row", "origin", "prompt", "serial")
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        prompt: Prompt,
+        namespace: Hashable,
+        *,
+        serial: int,
+        origin: float,
+    ) -> None:
+        """Make a handle without a row; the allocator gives it one at once."""
+        self._allocator = allocator
+        self._namespace = namespace
+        self._row = -1
+        self._cached = 0
+        self.prompt = prompt
+        self.serial = serial
+        self.origin = origin
+
+    def __repr__(self) -> str:
+        if self._row < 0:
+            return f"<Sequence {self.serial}, closed>"
+        return f"<Sequence {self.serial}, {self._allocator.ledger.rows.num_tokens[self._row]} tokens>"
+
+    def __enter__(self) -> Self:
+        self._live_row()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._row >= 0:
+            self.close()
+
+    def _live_row(self) -> int:
+        if self._row < 0:
+            raise SequenceClosed(f"{self!r} was used after close()")
+        return self._row
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._row < 0
+
+    @property
+    def namespace(self) -> Hashable:
+        """The namespace it was opened in."""
+        return self._namespace
+
+    @property
+    def row(self) -> int:
+        """Its row in `BlockAllocator.block_tables`."""
+        return self._live_row()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose K and V are stored."""
+        return int(self._allocator.ledger.rows.num_tokens[self._live_row()])
+
+    @property
+    def num_reserved(self) -> int:
+        """Tokens of the open reservation; 0 where none is open."""
+        return self._allocator.ledger.rows.reserved(self._live_row())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were stored already when it was opened (a fork: when its parent was)."""
+        self._live_row()
+        return self._cached
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` more tokens; 0 is legal and opens nothing.
+
+        Raises:
+            OutOfPages: not enough pages are free or idle.
+            ReservationOpen: an earlier reservation was not committed.
+        """
+        self._allocator.reserve_batch((self,), count_of(num_tokens, "num_tokens"))
+
+    def commit(self, tokens: Any = None, *, count: int | None = None) -> None:
+        """Say that the next tokens' KV has been written; what is left of the reservation is given back.
+
+        Args:
+            tokens: their ids. Full pages become findable.
+            count: instead of ids, how many. That page and all later ones are never indexed.
+
+        Raises:
+            NotReserved: more tokens than are reserved.
+            PromptMismatch: a token differs from the prompt.
+            CopiesPending: a page was written whose copy has not been acknowledged.
+        """
+        if (tokens is None) == (count is None):
+            raise TypeError("commit takes either tokens or count=")
+        self._allocator.commit(self, tokens, count)
+
+    def fork(self) -> Sequence:
+        """Return a new sequence with the same tokens, sharing every page; a shared tail is copied on the first write.
+
+        Raises:
+            ReservationOpen: a reservation was not committed.
+        """
+        return self._allocator.fork(self)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all tokens from ``num_tokens`` on, also what the prompt says of them.
+
+        Raises:
+            ReservationOpen: a reservation was not committed.
+            ValueError: it has fewer tokens.
+        """
+        self._allocator.truncate(self, num_tokens)
+
+    def close(self) -> None:
+        """Give every page back, also those of an open reservation."""
+        self._allocator.close(self)
+
+    def room(self, num_tokens: int) -> Room:
+        """Say what `reserve` of ``num_tokens`` would take, copies included, and what there is; changes nothing."""
+        return self._allocator.room_to_grow(self, num_tokens)
+
+    def block_table(self, group: int = 0) -> PageArray:
+        """Return a copy of the page id of each block, int32 ``[blocks]``, reserved ones included."""
+        rows = self._allocator.ledger.rows
+        row = self._live_row()
+        table: PageArray = self._allocator.block_tables(group)[row, : rows.held(row)].copy()
+        return table
+
+    def slots(self, start: int, stop: int, group: int = 0) -> npt.NDArray[np.int64]:
+        """Return the slots of positions ``start`` to ``stop``, int64 ``[stop - start]``, reserved ones included.
+
+        Raises:
+            ValueError: a position is neither stored nor reserved.
+        """
+        start, stop = count_of(start, "start"), count_of(stop, "stop")
+        row, rows = self._live_row(), self._allocator.ledger.rows
+        end = int(rows.ends[row])
+        if not start <= stop <= end:
+            raise ValueError(f"slots must lie within the {end} tokens stored and reserved, was {start} to {stop}")
+        positions = np.arange(start, stop)
+        size = rows.page_size
+        pages = self._allocator.block_tables(group)[row, positions // size].astype(np.int64)
+        slots: npt.NDArray[np.int64] = pages * size + positions % size
+        return slots

@@ -1,0 +1,98 @@
+"""Numbers about an allocator at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Pages, tokens and counters.
+
+    Attributes:
+        num_pages: usable pages, the null page not counted; always ``free + idle + referenced``.
+        free: pages on the free list.
+        idle: pages that nobody holds but a prefix can still be found in.
+        referenced: pages that sequences or pending copies hold, each once.
+        sequences: open sequences.
+        stored_tokens: tokens whose KV lies in referenced pages, a shared page's once.
+        held_slots: token slots of the referenced pages.
+        prompt_tokens: tokens of all prompts ever opened.
+        hit_tokens: of these, the ones that were stored already. Prompts opened again after a preemption count like
+            any other: only the caller can tell them apart.
+        evictions: idle pages given up for new tokens.
+        copies: pages copied on write.
+        merged_pages: pages freed at commit since an equal one was indexed.
+    """
+
+    num_pages: int
+    free: int
+    idle: int
+    referenced: int
+    sequences: int
+    stored_tokens: int
+    held_slots: int
+    prompt_tokens: int
+    hit_tokens: int
+    evictions: int
+    copies: int
+    merged_pages: int
+
+    @property
+    def in_use(self) -> int:
+        """The same as ``referenced``."""
+        return self.referenced
+
+    @property
+    def usage(self) -> float:
+        """The fraction of pages that are referenced."""
+        return self.referenced / self.num_pages
+
+    @property
+    def waste(self) -> float:
+        """The fraction of held slots without a token; 0 where nothing is held."""
+        return 1 - self.stored_tokens / self.held_slots if self.held_slots else 0.0
+
+
+def collect(ledger: Ledger) -> Stats:
+    """Count; changes nothing. Cost: one pass over the rows, not over the pages."""
+    pool, counters = ledger.pool, ledger.counters
+    usable = pool.num_pages - 1
+    referenced = usable - pool.available
+    held_slots = referenced * ledger.page_size
+    return Stats(
+        num_pages=usable,
+        free=pool.num_free,
+        idle=pool.num_idle,
+        referenced=referenced,
+        sequences=len(ledger.rows.live()),
+        stored_tokens=held_slots - _empty_slots(ledger),
+        held_slots=held_slots,
+        prompt_tokens=counters.prompt_tokens,
+        hit_tokens=counters.hit_tokens,
+        evictions=pool.evictions,
+        copies=ledger.copies.made,
+        merged_pages=counters.merged_pages,
+    )
+
+
+def _empty_slots(ledger: Ledger) -> int:
+    """Count the slots without a token in referenced pages: partial tails, reserved blocks, sources about to go."""
+    rows, pool, size = ledger.rows, ledger.pool, ledger.page_size
+    live = np.array(rows.live(), np.int64)
+    lengths = rows.num_tokens[live]
+    blocks = -(-lengths // size)
+    reserved = -(-rows.ends[live] // size) - blocks
+    filled = dict.fromkeys((page for page in pool.pins if pool.table_refs(page) == 0), 0)
+    partial = (lengths % size).nonzero()[0]
+    tails = ledger.tables[live[partial], blocks[partial] - 1]
+    for page, fill in zip(tails.tolist(), (lengths[partial] % size).tolist(), strict=True):
+        filled[page] = max(filled.get(page, 0), fill)
+    findable = ledger.index.indexed
+    return int(reserved.sum()) * size + sum(size - fill for page, fill in filled.items() if not findable[page])

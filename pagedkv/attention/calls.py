@@ -1,0 +1,36 @@
+"""The arguments of one call, bundled as they travel from the door through the choice to a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    from .batch import AttentionBatch
+    from .layer_spec import LayerSpec
+
+    Scales: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class AttendCall(NamedTuple):
+    """Arguments of `pagedkv.attention.paged_attention`; ``out`` None asks for a new contiguous tensor."""
+
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    batch: AttentionBatch
+    spec: LayerSpec
+    kv_scales: Scales | None = None
+    out: torch.Tensor | None = None
+
+
+class WriteCall(NamedTuple):
+    """Arguments of `pagedkv.attention.write_kv`."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    slot_mapping: torch.Tensor
+    kv_scales: Scales | None = None

@@ -1,0 +1,1 @@
+"""One command a file: the file's name is the command's."""

@@ -1,0 +1,120 @@
+"""What an engine is made of: a model by name, a cache by name, the ids that end a text.
+
+Takes what a caller wrote, gives transformers objects and cache backends, and refuses with the argument's name. Nothing
+that comes with a model's files is executed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.engine.baselines import ConcatCache, NoCache, StaticCache
+from pagedkv.engine.checks import require_token_ids
+from pagedkv.sizing import parse_memory
+from pagedkv.spec import KVSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pagedkv.backend import CacheBackend
+
+BACKENDS = ("paged", "concat", "static", "none")
+
+
+def load_pretrained(
+    name_or_path: str | os.PathLike[str], dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> tuple[Any, Any]:
+    """Return a causal language model in eval mode and its tokenizer, from a local folder or by its hub name.
+
+    ``dtype`` None keeps the one the weights are stored in; ``device`` None is the CPU.
+
+    Raises:
+        ValueError: if there is no such folder or model, or the model is no decoder-only language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    name = os.fspath(name_or_path)
+    if _is_path(name) and not (Path(name) / "config.json").is_file():
+        what = "a folder without config.json" if Path(name).is_dir() else "no folder"
+        raise ValueError(f"name_or_path must be a folder with a model or a hub name, was {name!r}: {what}")
+    try:
+        config = AutoConfig.from_pretrained(name)
+        KVSpec.from_config(config)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype is None else dtype)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"name_or_path must be a folder with a decoder-only model or a hub name, was {name!r}: {error}"
+        ) from error
+    if device is not None:
+        model = model.to(device)
+    return model.eval(), tokenizer
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+
+
+def make_backend(
+    name: str,
+    model: Any,
+    *,
+    memory: int | str | None,
+    num_pages: int | None,
+    page_size: int,
+    max_batch: int,
+    max_len: int,
+    prefix_cache: bool,
+) -> CacheBackend:
+    """Return the cache called ``name`` for ``model``, in its dtype and on its device.
+
+    ``memory`` bounds the pages of "paged", the tokens of "concat" and the slabs of "static".
+
+    Raises:
+        ValueError: for an unknown name, or a size that the cache has no use for or cannot keep.
+    """
+    options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+    if name == "paged":
+        return PagedKVCache.from_config(
+            model.config,
+            memory=memory,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_batch=max_batch,
+            max_len=max_len,
+            prefix_cache=prefix_cache,
+            **options,
+        )
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or a CacheBackend, was {name!r}")
+    if num_pages is not None:
+        raise ValueError(f"num_pages must be None for backend {name!r}, which has no pages, was {num_pages}")
+    spec = KVSpec.from_config(model.config)
+    if name == "none":
+        if memory is not None:
+            raise ValueError(f"memory must be None for backend 'none', which keeps nothing, was {memory!r}")
+        return NoCache(spec, **options)
+    tokens = None if memory is None else parse_memory(memory) // spec.bytes_per_token(model.dtype)
+    if name == "concat":
+        return ConcatCache(spec, max_tokens=tokens, **options)
+    slabs = max_batch if tokens is None else min(max_batch, tokens // max_len)
+    if slabs < 1:
+        raise ValueError(
+            f"memory must hold one slab of max_len = {max_len} tokens for backend 'static', was {memory!r}"
+        )
+    return StaticCache(spec, max_batch=slabs, max_len=max_len, **options)
+
+
+def find_eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end a text: the generation config's, as `generate` has it, else the tokenizer's."""
+    generation = getattr(model, "generation_config", None)
+    for source in (generation, model.config.get_text_config(decoder=True), tokenizer):
+        ids: int | Sequence[int] | None = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return require_token_ids("eos_token_id", [ids] if isinstance(ids, int) else ids, None)
+    return []

@@ -1,0 +1,271 @@
+"""Engine: text or token ids in, text and token ids out, over one model and one cache.
+
+Takes a transformers model, a tokenizer and a cache; gives `add_request` and `step`, and `generate` and `stream` on top
+of them; leaves all decisions to `EngineCore` and all arithmetic to the model's runner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.engine.build import find_eos_token_ids, load_pretrained, make_backend
+from pagedkv.engine.checks import require_int
+from pagedkv.engine.core import EngineCore
+from pagedkv.engine.request import SamplingParams
+from pagedkv.engine.stream import RequestStream
+from pagedkv.engine.text import TextStream
+from pagedkv.spec import KVSpec
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Hashable, Sequence
+
+    import torch
+
+    from pagedkv.backend import CacheBackend
+    from pagedkv.engine.outputs import Completion, EngineStats, StepOutput
+    from pagedkv.engine.text import Tokenizer
+
+DEFAULT_MAX_BATCH = 32
+DEFAULT_WATERMARK = 0.01
+
+
+class Engine:
+    """A batch engine: continuous batching over a paged KV cache.
+
+    Args:
+        model: a transformers decoder-only model in eval mode; it is not changed.
+        tokenizer: its tokenizer; None: token ids only.
+        backend: ``"paged"`` (None means the same), a baseline ``"concat"``, ``"static"`` or ``"none"``, or any object
+            with the `CacheBackend` protocol, which nobody else should take from meanwhile.
+        memory: for the cache: bytes, or text such as ``"2GiB"``. By default as `PagedKVCache.from_config` chooses.
+        num_pages: of the paged cache, instead of ``memory``; one of them is the null page.
+        page_size: tokens per page.
+        prefix_cache: whether requests share the pages of equal beginnings.
+        max_batch: the most requests running at a time; by default 32, or what the given cache allows if less.
+        max_len: the most tokens of one request, prompt and generated together; by default the model's context.
+        max_step_tokens: the most input tokens of one step, prefill chunks and decode together.
+        watermark: the share of the cache that new requests leave free beside running ones, 0 to below 1; by default
+            0.01 for pages and 0 for baselines.
+        seed: of the seeds of requests that bring none, for runs that can be repeated; None: from the system.
+
+    Requests end at the EOS ids of the model's generation config, else of its tokenizer. ``add_request`` and ``abort``
+    may be called from any thread; everything else belongs to the thread that steps first, whichever built the engine.
+
+    An exception from the model reaches the caller of ``step`` (or ``generate``, ``stream``) with every request as it
+    was before the step; call again, or abort the request that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        backend: CacheBackend | str | None = None,
+        memory: int | str | None = None,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        prefix_cache: bool = True,
+        max_batch: int | None = None,
+        max_len: int | None = None,
+        max_step_tokens: int = 1024,
+        watermark: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Build the cache and the runner, and try the model out on a few tokens."""
+        from pagedkv.transformers import ModelRunner
+
+        spec = KVSpec.from_config(model.config)
+        context = spec.max_len if max_len is None else require_int("max_len", max_len, 1, spec.max_len)
+        if max_batch is not None:
+            require_int("max_batch", max_batch, 1)
+        if backend is None or isinstance(backend, str):
+            max_batch = max_batch or DEFAULT_MAX_BATCH
+            cache = make_backend(
+                backend or "paged",
+                model,
+                memory=memory,
+                num_pages=num_pages,
+                page_size=page_size,
+                max_batch=max_batch,
+                max_len=context,
+                prefix_cache=prefix_cache,
+            )
+        else:
+            if memory is not None or num_pages is not None:
+                raise ValueError("memory and num_pages must be None when backend is a cache of its own")
+            cache = backend
+            max_batch = _batch_within(cache, max_batch)
+            context = min(context, getattr(cache, "max_len", context))
+        paged = cache if isinstance(cache, PagedKVCache) else None
+        core = EngineCore(
+            ModelRunner(model, cache),
+            cache,
+            vocab_size=spec.vocab_size,
+            max_len=context,
+            eos_token_ids=find_eos_token_ids(model, tokenizer),
+            max_batch=max_batch,
+            max_step_tokens=max_step_tokens,
+            watermark=(DEFAULT_WATERMARK if paged else 0.0) if watermark is None else watermark,
+            prefix_page_size=paged.page_size if paged and paged.allocator.prefix_cache else None,
+            seed=seed,
+        )
+        if paged:
+            paged.allocator.hand_over()  # to the thread that steps
+        self._assemble(core, tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load model and tokenizer from a local folder or by hub name; other ``options`` are the constructor's.
+
+        Raises:
+            ValueError: if there is no such model or it is no decoder-only language model; `UnsupportedModel` if its
+                attention cannot be routed through a cache.
+        """
+        model, tokenizer = load_pretrained(name_or_path, dtype, device)
+        return cls(model, tokenizer, **options)
+
+    @classmethod
+    def from_core(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> Self:
+        """Put text and the convenient calls on top of a core with a runner of one's own."""
+        engine = cls.__new__(cls)
+        engine._assemble(core, tokenizer)
+        return engine
+
+    def _assemble(self, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+        self.core = core
+        self.backend = core.backend
+        self.tokenizer = tokenizer
+        self._texts: dict[Hashable, TextStream] = {}
+        self._outputs: deque[StepOutput] = deque()
+        self._boxes: dict[Hashable, deque[StepOutput]] = {}
+        self._num_private = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+        return self.core.stats
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether another `step` has something to do or to tell."""
+        return bool(self._outputs) or self.core.has_unfinished
+
+    def add_request(
+        self, request_id: Hashable, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> None:
+        """Queue a request; it enters at the next step that has room for it.
+
+        ``prompt`` is text, or token ids as a list or a 1-D integer array or tensor. ``request_id`` may be used again
+        once its request has finished. ``params`` are `SamplingParams()` by default.
+
+        Raises:
+            ValueError, TypeError: for an empty prompt, ids that are no tokens of the model, text without a tokenizer,
+                an id in use, or a request that can never fit in the context or the cache; nothing has changed.
+        """
+        self.core.add_request(request_id, self._token_ids(prompt), params)
+
+    def step(self) -> list[StepOutput]:
+        """Run the model once and return what each request got: at most one token each, and who finished.
+
+        Where `generate` or `stream` has stepped meanwhile and other requests got outputs, those come first, without a
+        new step.
+        """
+        if not self._outputs:
+            self._advance()
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
+
+    def abort(self, request_id: Hashable) -> bool:
+        """Ask for a request's end at the next step; say whether there was such a request. Safe from any thread."""
+        return self.core.abort(request_id)
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Serve ``prompts`` to their ends and return their completions in the same order.
+
+        ``params`` are one for all, or one each. Other requests go on meanwhile. If a prompt is refused, or the model
+        raises, all of them are aborted at the next step.
+        """
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise TypeError(f"prompts must be a list of prompts, was one prompt: {prompts!r:.60}")
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params must be one, or one for each of {len(prompts)} prompts, were {len(each)}")
+        streams: list[RequestStream] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                streams.append(self.stream(prompt, own))
+            return [stream.completion() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> RequestStream:
+        """Queue one request and return an iterator over its step outputs, which steps the engine as needed.
+
+        Closing it early, or dropping it, aborts the request at the next step.
+        """
+        tokens = self._token_ids(prompt)
+        self._num_private += 1
+        request_id = ("stream", self._num_private, object())  # nobody else can have this id
+        box: deque[StepOutput] = deque()
+        self._boxes[request_id] = box
+        try:
+            self.core.add_request(request_id, tokens, params)
+        except BaseException:
+            del self._boxes[request_id]
+            raise
+        return RequestStream(self._advance, self._forget, request_id, tuple(tokens), box)
+
+    def _forget(self, request_id: Hashable) -> None:
+        """Abort a request that nobody reads any more; what still comes of it goes nowhere."""
+        self._boxes[request_id] = deque(maxlen=0)
+        if not self.core.abort(request_id):
+            del self._boxes[request_id]
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt  # type: ignore[no-any-return]  # the core checks it
+        if self.tokenizer is None:
+            raise ValueError(f"prompt must be token ids for an engine without a tokenizer, was text: {prompt!r:.60}")
+        return self.tokenizer.encode(prompt)
+
+    def _advance(self) -> None:
+        """Step the core once and hand its outputs, with their text, to whom they belong."""
+        for output in self.core.step():
+            box = self._boxes.get(output.request_id, self._outputs)
+            box.append(output if self.tokenizer is None else self._with_text(output, self.tokenizer))
+            if output.finished:
+                self._boxes.pop(output.request_id, None)
+
+    def _with_text(self, output: StepOutput, tokenizer: Tokenizer) -> StepOutput:
+        text = self._texts.setdefault(output.request_id, TextStream(tokenizer))
+        # A request that stops does so by its last token, which is no part of the text.
+        shown = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
+        piece = text.push(shown)
+        if output.finished:
+            piece += text.finish()
+            del self._texts[output.request_id]
+        return replace(output, text=piece)
+
+
+def _batch_within(cache: CacheBackend, max_batch: int | None) -> int:
+    most: int | None = getattr(cache, "max_batch", None)
+    if max_batch is None:
+        return DEFAULT_MAX_BATCH if most is None else min(DEFAULT_MAX_BATCH, most)
+    if most is not None and max_batch > most:
+        raise ValueError(f"max_batch must be at most the cache's {most}, was {max_batch}")
+    return max_batch

@@ -1,0 +1,231 @@
+"""Who runs in a step, with how many tokens, and who has to leave when pages run out.
+
+Takes requests; asks the cache for room; gives each step's shares; refuses to know models, sampling and text.
+
+The order is first come, first served. A step has one token budget: every decoding request takes one token, then
+unfinished prompts take chunks in order of seniority, then waiting requests enter while tokens, rows and pages last.
+
+*Admission* is decided at the moment of entry, never when a request is queued:
+
+- A new request enters if its prompt and a chunk of growth fit beside what the running ones' known tokens still need,
+  and the watermark stays free. With nothing running the first in the queue enters as it is: that it fits alone was
+  checked when it was added.
+- One that was preempted comes back only if its pages to the very end fit beside what its elders may still take to
+  theirs. From then on only younger ones can be preempted for pages, so nobody is preempted twice, and the tokens
+  computed to bring a text up to date are at most twice its length.
+- A request may pass an older one that is blocked for pages only if its own pages to the very end fit beside
+  everybody running, and only ``max_passes`` younger ones may ever pass the same request; then those running drain
+  until it fits. So small requests need not idle behind a large one, and the large one always gets its turn.
+- A request whose next full prefix pages an elder is computing right now waits for them instead of computing them a
+  second time; at most as long as that elder's prefill.
+
+*Preemption* closes the youngest sequence; its full pages stay findable, so coming back may cost little. The eldest is
+never preempted.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedkv.backend import CacheBackend
+    from pagedkv.engine.request import Request
+
+_MOST_BLOCKED = 8  # blocked requests looked at in one step, so that a step's cost does not grow with the queue
+
+
+class Scheduler:
+    """Waiting and running requests over one cache.
+
+    Args:
+        backend: the cache; only asked for room, and to open and close sequences.
+        max_batch: the most requests running at a time.
+        max_step_tokens: the most input tokens in one step, at least ``max_batch``.
+        watermark: pages (the backend's own unit) that a new request must leave free beside others.
+        growth: tokens of growth that a new request must have room for.
+        max_passes: how many younger requests may enter before one that waits for pages.
+        prefix_page_size: the cache shares prefixes in whole pages of so many tokens; None: it shares none.
+
+    ``running`` is in order of seniority: the last is preempted first. ``waiting`` is in order of arrival. ``chunked``
+    is false once the cache was seen not to keep a committed token: then each step feeds every text whole, whatever the
+    budget.
+    """
+
+    def __init__(
+        self,
+        backend: CacheBackend,
+        *,
+        max_batch: int,
+        max_step_tokens: int,
+        watermark: int = 0,
+        growth: int = 32,
+        max_passes: int = 16,
+        prefix_page_size: int | None = None,
+    ) -> None:
+        """Start with no requests."""
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.chunked = True
+        self._backend = backend
+        self._max_batch = max_batch
+        self._max_step_tokens = max_step_tokens
+        self._watermark = watermark
+        self._growth = growth
+        self._max_passes = max_passes
+        self._prefix_page_size = prefix_page_size
+
+    def add(self, request: Request) -> None:
+        """Queue a request by its arrival."""
+        insort(self.waiting, request, key=_arrival)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, whether it waits or runs, and give its pages back."""
+        if request.sequence is None:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            _close(request)
+
+    def schedule(self) -> dict[Request, int]:
+        """Admit who may enter, and return how many input tokens each request has in this step, eldest first."""
+        shares: dict[Request, int] = {}
+        budget = self._max_step_tokens
+        for decoding in (True, False):
+            for request in self.running:
+                if (request.pending == 1) == decoding and budget > 0:
+                    budget -= self._share(request, budget, shares)
+        self._admit(shares, budget)
+        return {request: shares[request] for request in self.running if request in shares}
+
+    def preempt_youngest(self) -> Request | None:
+        """Close the youngest running sequence and queue its request again; None if only the eldest is left."""
+        if len(self.running) < 2:
+            return None
+        request = self.running.pop()
+        _close(request)
+        request.preemptions += 1
+        self.add(request)
+        return request
+
+    def _share(self, request: Request, budget: int, shares: dict[Request, int]) -> int:
+        """Give a request its share of the step; return what that takes of the budget."""
+        if not self.chunked:
+            shares[request] = request.pending
+            return 0
+        shares[request] = min(request.pending, budget)
+        return shares[request]
+
+    def _admit(self, shares: dict[Request, int], budget: int) -> None:
+        blocked: list[Request] = []
+        for request in tuple(self.waiting):
+            if budget <= 0 or len(self.running) == self._max_batch or len(blocked) == _MOST_BLOCKED:
+                break
+            if any(elder.passed >= self._max_passes for elder in blocked):
+                break
+            if self._prefix_is_coming(request):
+                continue
+            if not self._fits(request, passing=bool(blocked)):
+                blocked.append(request)
+                continue
+            for elder in blocked:
+                elder.passed += 1
+            self._enter(request)
+            budget -= self._share(request, budget, shares)
+
+    def _enter(self, request: Request) -> None:
+        sequence = self._backend.open(request.tokens)
+        self.waiting.remove(request)
+        self.running.insert(self._place(request), request)
+        request.sequence = sequence
+        request.note_stored()
+        request.prefill_end = len(request.tokens)
+        if request.cached_tokens is None:
+            request.cached_tokens = sequence.num_cached_tokens
+        else:
+            request.refound_tokens += sequence.num_cached_tokens
+
+    def _place(self, request: Request) -> int:
+        """Return where it stands in seniority: by arrival, but never before one that came back from preemption."""
+        place = len(self.running)
+        while place and self.running[place - 1].arrival > request.arrival and not self.running[place - 1].preemptions:
+            place -= 1
+        return place
+
+    def _fits(self, request: Request, *, passing: bool) -> bool:
+        if not self.running:
+            return True
+        if passing:
+            return self._fits_to_the_end(request, self.running)
+        if request.preemptions:
+            return self._fits_to_the_end(request, self.running[: self._place(request)])
+        growth = min(self._growth, request.remaining - request.pending)
+        needed, available = self._backend.room(request.tokens, growth=growth)
+        claimed = sum(_needed(other, other.pending) for other in self.running)
+        return needed + claimed + self._watermark <= available
+
+    def _fits_to_the_end(self, request: Request, elders: Sequence[Request]) -> bool:
+        needed, available = self._backend.room(request.tokens, growth=request.remaining - request.pending)
+        return needed + sum(_needed(elder, elder.remaining) for elder in elders) <= available
+
+    def _prefix_is_coming(self, request: Request) -> bool:
+        """Whether an elder's prefill is about to store a full page that ``request`` could share."""
+        page = self._prefix_page_size
+        if page is None:
+            return False
+        for elder in self.running:
+            stored = elder.num_stored
+            if elder.arrival < request.arrival and stored < elder.prefill_end:
+                # One token is always left to compute, so a hit never covers the whole text.
+                shared = min(_common_prefix(elder.tokens, request.tokens), len(request.tokens) - 1, elder.prefill_end)
+                if shared // page > stored // page:
+                    return True
+        return False
+
+
+def longest_fitting(backend: CacheBackend, capacity: int, limit: int) -> int:
+    """Return the most tokens, up to ``limit``, that one sequence could store in a cache of ``capacity``.
+
+    Measured once, by bisection, so that `EngineCore.add_request` needs not touch the cache from another thread. One
+    token is always left to compute, so a one-token prompt has no prefix hits and ``room`` tells the cold price.
+    """
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if backend.room([0], growth=middle - 1).needed <= capacity:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+def _needed(request: Request, tokens: int) -> int:
+    """Return the pages that so many more tokens of a running request would take."""
+    return 0 if request.sequence is None else request.sequence.room(tokens).needed
+
+
+def _close(request: Request) -> None:
+    if request.sequence is not None:
+        request.sequence.close()
+        request.sequence = None
+        request.note_stored()
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many first tokens are the same, by bisection over slices (compared in C)."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,14 @@
+"""What connects transformers' models with a KV cache: `ModelRunner` runs a ragged step through any decoder.
+
+Takes models of transformers 5.17 up to, not including, 6; other versions are refused at import. The models stay
+untouched: their config says only during our own forward that attention is ours.
+"""
+
+from pagedkv.spec import UnsupportedModel
+from pagedkv.transformers.versions import require_supported
+
+require_supported()
+
+from pagedkv.transformers.runner import ModelRunner  # noqa: E402  (after the check, for a clear message)
+
+__all__ = ["ModelRunner", "UnsupportedModel"]

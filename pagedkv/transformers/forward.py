@@ -1,0 +1,98 @@
+"""A model's forward on a ragged step: which keywords it takes, and how its config is set for it.
+
+Takes a causal language model and a step, gives logits, and refuses models whose forward has no place for a
+ragged step. It knows no memory: where K and V go is the store's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pagedkv.spec import KVSpec, UnsupportedModel
+from pagedkv.transformers.hook import IMPLEMENTATION, RaggedCache, active, implementation
+
+if TYPE_CHECKING:
+    from pagedkv.attention import LayerSpec
+    from pagedkv.backend import StepBatch
+    from pagedkv.transformers.hook import LayerStore
+
+
+class RaggedForward:
+    """Calls ``model`` on one step of many sequences, or on one sequence in its own eager way.
+
+    Raises:
+        TypeError: if ``model`` is no transformers model.
+        ValueError: if it is in training mode (dropout would make its answers random).
+        UnsupportedModel: if its forward has no place for positions, a cache or the rows to keep.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model must be a transformers PreTrainedModel, was {type(model).__name__}")
+        if model.training:
+            raise ValueError("model must be in eval mode (model.eval()), was in training mode")
+        self.model = model
+        self.spec = KVSpec.from_config(model.config)
+        self._cache_keyword = _cache_keyword(model)
+        modules = [getattr(module, "config", None) for module in model.modules()]
+        self._configs = list({id(one): one for one in modules if isinstance(one, PreTrainedConfig)}.values())
+
+    @torch.inference_mode()
+    def __call__(self, cache: RaggedCache) -> torch.Tensor:
+        """Run the step of ``cache``; return float32 logits ``[num_sequences, vocab]`` of each last token.
+
+        Raises:
+            UnsupportedModel: if a layer says something that the cache cannot honour; K and V of the step may be
+                written by then, and the step is to be abandoned.
+        """
+        batch = cache.batch
+        with implementation(self._configs, IMPLEMENTATION), active(cache):
+            output = self.model(
+                input_ids=batch.input_ids.unsqueeze(0),
+                position_ids=batch.position_ids.unsqueeze(0),
+                use_cache=True,
+                logits_to_keep=batch.last_rows,
+                **{self._cache_keyword: cache},
+            )
+        if cache.written != cache.attended:
+            layers = sorted(cache.written ^ cache.attended)
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} stores K and V of layers {layers} but attends to them past the "
+                f"attention interface"
+            )
+        return _logits(output)[0].float()
+
+    @torch.inference_mode()
+    def stock(self, tokens: list[int]) -> torch.Tensor:
+        """Return float32 logits ``[len(tokens), vocab]`` of one sequence by the library's eager attention."""
+        with implementation(self._configs, "eager"):
+            ids = torch.tensor([tokens], device=self.model.device)
+            return _logits(self.model(input_ids=ids, use_cache=False))[0].float()
+
+    def cache(
+        self, store: LayerStore, batch: StepBatch, specs: dict[int, LayerSpec], *, learning: bool = False
+    ) -> RaggedCache:
+        """Return the cache object of one step."""
+        return RaggedCache(self.spec, store, batch, specs, learning=learning)
+
+
+def _cache_keyword(model: PreTrainedModel) -> str:
+    """Return the name by which the model's forward takes a cache: it differs between versions of transformers."""
+    parameters = inspect.signature(model.forward).parameters
+    name = type(model).__name__
+    for wanted in ("input_ids", "position_ids", "logits_to_keep"):
+        if wanted not in parameters:
+            raise UnsupportedModel(f"{name}.forward must take {wanted!r}, takes {', '.join(parameters)}")
+    for keyword in ("cache", "past_key_values"):
+        if keyword in parameters:
+            return keyword
+    raise UnsupportedModel(f"{name}.forward must take a cache, takes {', '.join(parameters)}")
+
+
+def _logits(output: Any) -> torch.Tensor:
+    logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return logits

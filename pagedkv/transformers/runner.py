@@ -1,0 +1,58 @@
+"""ModelRunner: one ragged step of a batch engine through any transformers decoder.
+
+Takes a model and a cache backend, gives the logits of each sequence's last token, and refuses at construction a
+model whose attention cannot be routed through the cache. It knows no requests and no memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagedkv.transformers.forward import RaggedForward
+from pagedkv.transformers.probe import learn_layers
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from pagedkv.backend import CacheBackend, StepBatch
+
+
+class ModelRunner:
+    """Runs steps of ``backend`` through ``model``.
+
+    At construction a few tokens are tried out against the model's own eager attention, and every layer's scale,
+    window, softcap and sink logits are bound to the backend. The model is not changed; its config says only
+    during `forward` that attention is ours, and its random number generators are left as they were.
+
+    Attributes:
+        spec: what the model stores per token (`KVSpec`).
+        layer_specs: how each layer attends, by number.
+
+    Raises:
+        TypeError: if ``model`` is no transformers model.
+        ValueError: if the model is in training mode, or the backend refuses a layer.
+        UnsupportedModel: if its attention cannot be routed; the message says what and why.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: CacheBackend) -> None:
+        self._forward = RaggedForward(model)
+        self.model = model
+        self.backend = backend
+        self.spec = self._forward.spec
+        self.layer_specs = learn_layers(self._forward)
+        for layer, spec in sorted(self.layer_specs.items()):
+            backend.bind_layer(layer, spec)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Run a step that ``backend.begin_step`` laid out: K and V of its tokens are written, nothing is committed.
+
+        Returns:
+            float32 logits ``[num_sequences, vocab]`` of each sequence's last token, in the order of
+            ``batch.sequences``.
+
+        Raises:
+            UnsupportedModel: if a layer says something else than at construction. After this or any other
+                exception the caller abandons the step.
+        """
+        return self._forward(self._forward.cache(self.backend, batch, self.layer_specs))

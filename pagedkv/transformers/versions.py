@@ -1,0 +1,23 @@
+"""Which transformers versions are supported, and a clear refusal of all others."""
+
+from __future__ import annotations
+
+import re
+
+import transformers
+
+OLDEST = (5, 17)
+BEFORE = (6, 0)
+
+
+def require_supported(version: str | None = None) -> None:
+    """Raise unless ``version``, by default the installed one, is in the supported range.
+
+    Raises:
+        ImportError: naming the range and the version.
+    """
+    found = transformers.__version__ if version is None else version
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if not OLDEST <= numbers < BEFORE:
+        wanted = f">={OLDEST[0]}.{OLDEST[1]},<{BEFORE[0]}"
+        raise ImportError(f"pagedkv.transformers needs transformers {wanted}, found {found}")

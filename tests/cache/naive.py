@@ -1,0 +1,107 @@
+"""A naive cache to hold the real one against: K and V are a function of a sequence's tokens, attention is dense."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedkv.spec import KVSpec, LayerKV
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedkv.cache import PagedKVCache
+
+NUM_Q_HEADS = 4
+NUM_KV_HEADS = 2
+K_DIM = 8
+V_DIM = 6
+NUM_LAYERS = 2
+
+
+def tiny_spec(*, window: int | None = None, max_len: int = 64) -> KVSpec:
+    """Return two small layers, the second with ``window``."""
+    layers = tuple(
+        LayerKV(num_kv_heads=NUM_KV_HEADS, k_dim=K_DIM, v_dim=V_DIM, window=window if index else None)
+        for index in range(NUM_LAYERS)
+    )
+    return KVSpec(layers=layers, max_len=max_len, vocab_size=16)
+
+
+def poisoned(cache: PagedKVCache) -> PagedKVCache:
+    """Fill every page with NaN, so that a slot which is read before it is written shows."""
+    for tensor in cache.page_tensors:
+        tensor.fill_(math.nan)
+    return cache
+
+
+def poison_unheld(cache: PagedKVCache, held: set[int]) -> None:
+    """Fill every page outside ``held`` with NaN: nothing may read a page that nobody has."""
+    free = [page for page in range(cache.allocator.num_pages) if page not in held]
+    for tensor in cache.page_tensors:
+        tensor[free] = math.nan
+
+
+def _features(tokens: Sequence[int], layer: int, salt: int, heads: int, dim: int) -> torch.Tensor:
+    """Return ``[len(tokens), heads, dim]``: each row depends on all tokens up to its own."""
+    rows = []
+    state = 17 + salt
+    wave = torch.arange(1, heads * dim + 1, dtype=torch.float64)
+    for token in tokens:
+        state = (state * 31 + token + 7) % 1_000_003
+        rows.append(torch.sin(wave * (state % 997 + 1) * (0.37 + layer)).reshape(heads, dim))
+    return torch.stack(rows).to(torch.float32) if rows else torch.empty(0, heads, dim)
+
+
+def k_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
+    """Return the K of a sequence, ``[len(tokens), NUM_KV_HEADS, K_DIM]``."""
+    return _features(tokens, layer, 0, NUM_KV_HEADS, K_DIM)
+
+
+def v_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
+    """Return the V of a sequence, ``[len(tokens), NUM_KV_HEADS, V_DIM]``."""
+    return _features(tokens, layer, 1, NUM_KV_HEADS, V_DIM)
+
+
+def q_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
+    """Return the queries of a sequence, ``[len(tokens), NUM_Q_HEADS, K_DIM]``."""
+    return _features(tokens, layer, 2, NUM_Q_HEADS, K_DIM)
+
+
+def dense_attention(tokens: Sequence[int], layer: int, num_new: int, window: int | None) -> torch.Tensor:
+    """Return what the last ``num_new`` tokens attend to, ``[num_new, NUM_Q_HEADS, V_DIM]``, in float64."""
+    q = q_of(tokens, layer).double()[len(tokens) - num_new :]
+    group = NUM_Q_HEADS // NUM_KV_HEADS
+    k = k_of(tokens, layer).double().repeat_interleave(group, dim=1)
+    v = v_of(tokens, layer).double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * K_DIM**-0.5
+    positions = torch.arange(len(tokens))
+    distance = positions[len(tokens) - num_new :, None] - positions[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    scores = scores.masked_fill(~visible, -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def run_step(cache: PagedKVCache, rows: dict[object, list[int]], histories: dict[object, list[int]]) -> object:
+    """Begin a step with ``rows`` of new tokens, write and attend every layer, and hold the outputs against dense.
+
+    ``histories[seq]`` are the tokens stored before. Returns the batch, still in flight.
+    """
+    batch = cache.begin_step(rows)  # type: ignore[arg-type]
+    for layer in range(NUM_LAYERS):
+        whole = [histories[seq] + new for seq, new in rows.items()]
+        new_lens = [len(new) for new in rows.values()]
+
+        def last(of: list[torch.Tensor], lens: list[int] = new_lens) -> torch.Tensor:
+            return torch.cat([rows[len(rows) - n :] for rows, n in zip(of, lens, strict=True)])
+
+        cache.write(layer, last([k_of(t, layer) for t in whole]), last([v_of(t, layer) for t in whole]), batch)
+        out = cache.attend(layer, last([q_of(t, layer) for t in whole]), batch)
+        window = cache.spec.layers[layer].window
+        expected = torch.cat([dense_attention(t, layer, n, window) for t, n in zip(whole, new_lens, strict=True)])
+        torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-5)
+    return batch
