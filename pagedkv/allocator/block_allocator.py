@@ -46,7 +46,7 @@ class BlockAllocator:
         page_size: token slots in a page.
         groups: the layer groups; one `FullAttention`.
         prefix_cache: whether full pages can be found by other sequences with the same beginning.
-        policy: which idle page is evicted first: "lru", or an object with the methods of `EvictionPolicy`.
+        policy: which idle page is evicted first, by name (docs/eviction.md), or an `EvictionPolicy` of your own.
         clock: gives the time that sequences are marked with; by default the number of calls so far.
 
     Attributes:

@@ -17,7 +17,7 @@ from tests.house.source_tree import LINKS, ROOT, Import, imports_in, imports_of,
 ARROWS = {
     "allocator": set[str](),
     "attention": set[str](),
-    "backend": {"attention"},
+    "backend": {"allocator", "attention"},
     "spec": {"allocator"},
     "sizing": {"spec"},
     "step": {"allocator", "attention", "backend"},
