@@ -5,6 +5,7 @@ Takes token ids and counts, gives page ids, and refuses to know tensors, request
 
 from .block_allocator import BlockAllocator
 from .errors import (
+    BeyondWindow,
     CopiesPending,
     ForeignSequence,
     InvariantViolation,
@@ -16,7 +17,7 @@ from .errors import (
     WrongThread,
 )
 from .eviction import LRU, EvictionPolicy
-from .groups import FullAttention
+from .groups import FullAttention, SlidingWindow
 from .ledger import Room
 from .lifecycle import ResetReport
 from .namespace import Media, Namespace
@@ -25,6 +26,7 @@ from .stats import Stats
 
 __all__ = [
     "LRU",
+    "BeyondWindow",
     "BlockAllocator",
     "CopiesPending",
     "EvictionPolicy",
@@ -41,6 +43,7 @@ __all__ = [
     "Room",
     "Sequence",
     "SequenceClosed",
+    "SlidingWindow",
     "Stats",
     "WrongThread",
 ]

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from .audit_groups import audit_groups
 from .errors import InvariantViolation
+from .group_index import GroupIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,19 +25,21 @@ def audit(ledger: Ledger) -> None:
     """Raise `InvariantViolation` at the first invariant that does not hold."""
     for check in (_tables, _references, _states, _index, _paths, _writable, _copies, _unused_rows):
         check(ledger)
+    if isinstance(ledger.index, GroupIndex):
+        audit_groups(ledger, ledger.index)
 
 
 def _fail(ledger: Ledger, what: str, *, page: int | None = None, row: int | None = None) -> NoReturn:
     """Raise, naming the row's sequence, or the first whose table has the page."""
     rows = ledger.rows
     if row is None and page is not None:
-        row = next((r for r in rows.live() if page in ledger.tables[r, : rows.held(r)].tolist()), None)
+        row = next((r for r in rows.live() if any(page in table[r, : rows.held(r)] for table in rows.tables)), None)
     owner = None if row is None else rows.sequences[row]
     raise InvariantViolation(what, page=page, owner=owner, origin=None if owner is None else owner.origin)
 
 
 def _tables(ledger: Ledger) -> None:
-    """Prove that lengths fit tables: as many different pages as the tokens take, then the null page."""
+    """Prove that lengths fit tables: a different page for each block that is held, the null page for all others."""
     rows, num_pages = ledger.rows, ledger.pool.num_pages
     for row in rows.live():
         if min(rows.num_tokens[row], rows.reserved(row), rows.opaque_from[row]) < 0:
@@ -43,16 +47,20 @@ def _tables(ledger: Ledger) -> None:
         held = rows.held(row)
         if held > rows.width:
             _fail(ledger, f"the table is too short for {held} blocks", row=row)
-        entries = ledger.tables[row, :held]
-        outside = entries[(entries <= 0) | (entries >= num_pages)]
-        if outside.size:
-            _fail(ledger, "a block has no page of the pool", page=int(outside[0]), row=row)
-        values, counts = np.unique(entries, return_counts=True)
-        if (counts > 1).any():
-            _fail(ledger, "one table names a page twice", page=int(values[counts > 1][0]), row=row)
-        stale = ledger.tables[row, held:]
-        if stale.any():
-            _fail(ledger, "a table names a page past its last block", page=int(stale[stale != 0][0]), row=row)
+        for table, span, firsts in zip(rows.tables, ledger.spans, rows.firsts, strict=True):
+            gone = slice(min(span.sink_blocks, held), max(int(firsts[row]), min(span.sink_blocks, held)))
+            if table[row, gone].any():
+                _fail(ledger, "a table names a page that left the window", page=int(table[row, gone].max()), row=row)
+            entries = np.delete(table[row, :held], gone)
+            outside = entries[(entries <= 0) | (entries >= num_pages)]
+            if outside.size:
+                _fail(ledger, "a block has no page of the pool", page=int(outside[0]), row=row)
+            values, counts = np.unique(entries, return_counts=True)
+            if (counts > 1).any():
+                _fail(ledger, "one table names a page twice", page=int(values[counts > 1][0]), row=row)
+            stale = table[row, held:]
+            if stale.any():
+                _fail(ledger, "a table names a page past its last block", page=int(stale[stale != 0][0]), row=row)
 
 
 def _references(ledger: Ledger) -> None:
@@ -60,7 +68,9 @@ def _references(ledger: Ledger) -> None:
     rows, pool = ledger.rows, ledger.pool
     expected = np.zeros(pool.num_pages, np.int64)
     for row in rows.live():
-        expected[ledger.tables[row, : rows.held(row)]] += 1
+        for table in rows.tables:
+            expected[table[row, : rows.held(row)]] += 1
+    expected[0] = 0
     for page, pins in pool.pins.items():
         if pins < 1:
             _fail(ledger, "a page has no pin in the pin list", page=page)
@@ -116,7 +126,8 @@ def _index(ledger: Ledger) -> None:
             _fail(ledger, "an index node's tokens do not fit its pages", page=node.pages[0])
         if any(not node.start <= block < node.end for block in node.media):
             _fail(ledger, "an index node has media outside its run", page=node.pages[0])
-        for page in node.pages:
+        named = [page for page in node.pages if page] + [page for sheet in node.sheets for page in sheet.values()]
+        for page in named:
             seen[page] += 1
             if index.node_of[page] is not node:
                 _fail(ledger, "a page does not know the index node that names it", page=page)
@@ -146,6 +157,7 @@ def _children(ledger: Ledger, node: Node) -> None:
 def _paths(ledger: Ledger) -> None:
     """Prove that a sequence's findable full pages are, block by block, the index path that its cursor ends."""
     rows, index = ledger.rows, ledger.index
+    lead = index.lead if isinstance(index, GroupIndex) else 0
     for row in rows.live():
         node, root = rows.cursor[row], rows.root[row]
         if node is None or root is None or index.roots.get(root.namespace) is not root:
@@ -157,8 +169,9 @@ def _paths(ledger: Ledger) -> None:
         while node.parent is not None:
             path[:0] = node.pages[: end - node.start]
             end, node = node.start, node.parent
-        if node is not root or path != ledger.tables[row, :depth].tolist():
-            unlike = [page for page in ledger.tables[row, :depth].tolist() if page not in path]
+        mine = path if lead is None else rows.tables[lead][row, :depth].tolist()
+        if node is not root or path != mine:
+            unlike = [page for page in mine if page not in path]
             _fail(ledger, "a sequence's pages are not its path in the index", page=next(iter(unlike), None), row=row)
 
 
@@ -168,7 +181,7 @@ def _writable(ledger: Ledger) -> None:
     for row in rows.live():
         start, reserved = int(rows.num_tokens[row]), rows.reserved(row)
         first = start // size if start % size == 0 or reserved or not rows.tail_locked[row] else rows.held(row)
-        for page in ledger.tables[row, first : rows.held(row)].tolist():
+        for page in (page for table in rows.tables for page in table[row, first : rows.held(row)].tolist()):
             if ledger.index.indexed[page] or pool.table_refs(page) != 1:
                 _fail(ledger, "a page that may be written is indexed or shared", page=page, row=row)
 
@@ -192,7 +205,7 @@ def _unused_rows(ledger: Ledger) -> None:
     """Prove that a row without a sequence is all zero, and that namespaces know how many sequences they have."""
     rows = ledger.rows
     unused = np.array([sequence is None for sequence in rows.sequences])
-    lengths = (rows.num_tokens, rows.ends, rows.prompt_len, rows.opaque_from, rows.space)
+    lengths = (rows.num_tokens, rows.ends, rows.prompt_len, rows.opaque_from, rows.space, *rows.firsts)
     if any(table[unused].any() for table in rows.tables) or any(values[unused].any() for values in lengths):
         _fail(ledger, "a row that nobody uses is not empty")
     users: dict[int, int] = {}

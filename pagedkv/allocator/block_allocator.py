@@ -18,9 +18,9 @@ from .committing import check_commit, commit_row
 from .decode import DecodeBatch
 from .errors import ForeignSequence, ReservationOpen, WrongThread
 from .eviction import EvictionPolicy, make_policy
-from .groups import FullAttention
+from .groups import FullAttention, LayerGroup
 from .ledger import Ledger, Room
-from .lifecycle import ResetReport, close_row, fork_row, open_row, reset, room_for, truncate_row
+from .lifecycle import ResetReport, check_truncate, close_row, fork_row, open_row, reset, room_for, truncate_row
 from .prompt import read_prompt
 from .reserving import Plan, reserve_rows
 from .sequence import Sequence
@@ -44,7 +44,8 @@ class BlockAllocator:
     Args:
         num_pages: pages of the pool, page 0, the null page, included; so at least 2.
         page_size: token slots in a page.
-        groups: the layer groups; one `FullAttention`.
+        groups: the layer groups, `FullAttention` and `SlidingWindow`, that share the pool; each sequence has a block
+            table for every one.
         prefix_cache: whether full pages can be found by other sequences with the same beginning.
         policy: which idle page is evicted first, by name (docs/eviction.md), or an `EvictionPolicy` of your own.
         clock: gives the time that sequences are marked with; by default the number of calls so far.
@@ -58,7 +59,7 @@ class BlockAllocator:
         num_pages: int,
         page_size: int,
         *,
-        groups: Iterable[FullAttention] = (FullAttention(),),
+        groups: Iterable[LayerGroup] = (FullAttention(),),
         prefix_cache: bool = True,
         policy: str | EvictionPolicy = "lru",
         clock: Callable[[], float] | None = None,
@@ -70,13 +71,13 @@ class BlockAllocator:
         if not 1 <= page_size <= _MAX_PAGES:
             raise ValueError(f"page_size must be 1 to {_MAX_PAGES}, was {page_size}")
         self.groups = tuple(groups)
-        if len(self.groups) != 1 or not isinstance(self.groups[0], FullAttention):
-            raise ValueError(f"groups must be one FullAttention(), was {self.groups!r}")
+        if not self.groups or not all(isinstance(group, LayerGroup) for group in self.groups):
+            raise ValueError(f"groups must be FullAttention() and SlidingWindow(...), at least one, was {self.groups!r}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = bool(prefix_cache)
         self.ledger = Ledger(
-            num_pages, page_size, len(self.groups), prefix_cache=self.prefix_cache, policy=make_policy(policy)
+            num_pages, page_size, self.groups, prefix_cache=self.prefix_cache, policy=make_policy(policy)
         )
         self._calls = 0
         self._serial = 0
@@ -118,23 +119,28 @@ class BlockAllocator:
         tokens: Any,
         *,
         growth: int = 0,
+        chunk: int | None = None,
         namespace: Hashable = None,
         media: Iterable[tuple[int, int, bytes | str | None]] = (),
     ) -> Room:
         """Say how many pages ``tokens`` and ``growth`` tokens more would take, hits counted, and how many there are.
 
-        Changes nothing, not even recency.
+        Changes nothing, not even recency. ``chunk`` is the most tokens that one reserve will ask for, by default all
+        at once: a window group's pages go back between reserves, so it never holds more than the window and a chunk.
         """
         self._enter()
         prompt = read_prompt(tokens, namespace, media, self.page_size)
-        return room_for(self.ledger, prompt, count_of(growth, "growth"))
+        if chunk is not None and count_of(chunk, "chunk") < 1:
+            raise ValueError(f"chunk must be at least 1, was {chunk}")
+        return room_for(self.ledger, prompt, count_of(growth, "growth"), chunk)
 
     def room_to_grow(self, sequence: Sequence, num_tokens: int) -> Room:
         """See `Sequence.room`."""
         self._enter()
         count = count_of(num_tokens, "num_tokens")
         rows = self._rows_of((sequence,), at_rest="room")
-        return Room(Plan(self.ledger, rows, [count]).needed, self.ledger.pool.available)
+        plan = Plan(self.ledger, rows, [count])
+        return Room(plan.needed, plan.available)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """See `Sequence.fork`."""
@@ -155,9 +161,18 @@ class BlockAllocator:
                 f"num_tokens must be at most {sequence.num_tokens}, what {sequence!r} has, was {num_tokens}"
             )
         if num_tokens < sequence.num_tokens:
+            check_truncate(self.ledger, row, num_tokens)
+        self.ledger.rows.window_held[row] = False
+        if num_tokens < sequence.num_tokens:
             self._batch = None
             truncate_row(self.ledger, row, num_tokens)
             sequence.prompt = sequence.prompt.cut(num_tokens, self.page_size)
+
+    def hold_window(self, sequence: Sequence) -> None:
+        """See `Sequence.hold_window`."""
+        self._enter()
+        (row,) = self._rows_of((sequence,))
+        self.ledger.rows.window_held[row] = True
 
     def close(self, sequence: Sequence) -> None:
         """See `Sequence.close`."""

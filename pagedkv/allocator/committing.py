@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import CopiesPending, NotReserved, PromptMismatch
+from .group_committing import index_group_blocks
+from .group_index import GroupIndex
 from .index_node import Blocks
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ def check_commit(ledger: Ledger, row: int, count: int, tokens: TokenArray | None
                 f"the commit has {tokens[at]}"
             )
     if count and ledger.copies:
-        page = ledger.copies.touch(ledger.tables[row, start // size : rows.blocks(start + count)])
+        written = slice(start // size, rows.blocks(start + count))
+        page = ledger.copies.touch(np.concatenate([table[row, written] for table in rows.tables]))
         if page is not None:
             raise CopiesPending(
                 f"page {page} of {sequence!r} is part of a copy that was not acknowledged: run take_copies() before "
@@ -63,6 +66,9 @@ def commit_row(ledger: Ledger, row: int, count: int, tokens: TokenArray | None) 
 
 def index_blocks(ledger: Ledger, row: int, block: int, tokens: TokenArray) -> None:
     """Make the row's full pages from ``block`` on findable; of two equal pages the indexed one stays."""
+    if isinstance(ledger.index, GroupIndex):
+        index_group_blocks(ledger, ledger.index, row, block, tokens)
+        return
     rows = ledger.rows
     cursor, sequence = rows.cursor[row], rows.sequences[row]
     assert cursor is not None

@@ -64,7 +64,9 @@ class DecodeBatch:
 
     @staticmethod
     def suits(ledger: Ledger, rows: list[int]) -> bool:
-        """Whether every row is past its prompt and may write its last page."""
+        """Whether there is one full-attention group and every row is past its prompt and may write its last page."""
+        if not ledger.is_plain:
+            return False
         books, at = ledger.rows, np.array(rows, np.int64)
         return not (books.tail_locked[at].any() or (books.num_tokens[at] < books.prompt_len[at]).any())
 

@@ -46,6 +46,10 @@ class PromptMismatch(ValueError):
     """A committed token differs from the prompt that the sequence was opened with."""
 
 
+class BeyondWindow(ValueError):
+    """A sequence was cut back to where a window group has given back pages that it would need again."""
+
+
 class CopiesPending(RuntimeError):
     """Tokens were committed into a page whose copy has not been acknowledged.
 

@@ -25,10 +25,11 @@ class Node:
     """A run of pages under one parent.
 
     ``start`` counts the pages above the run; ``tokens`` are its pages' ids as uint32, one after the other; ``media``
-    has the key of each block (counted from the root) that media overlap.
+    has the key of each block (counted from the root) that media overlap. ``sheets`` has, for each layer group beside
+    the one of ``pages``, the page of each block that still has one; see `GroupIndex`.
     """
 
-    __slots__ = ("children", "key", "media", "pages", "parent", "start", "tokens")
+    __slots__ = ("children", "key", "media", "pages", "parent", "sheets", "start", "tokens")
 
     def __init__(self, parent: Node | None, key: bytes, start: int, tokens: bytes, pages: list[int]) -> None:
         """Make a node; linking it into the parent's children is the index's work."""
@@ -38,6 +39,7 @@ class Node:
         self.tokens = bytearray(tokens)
         self.pages = pages
         self.media: dict[int, bytes] = {}
+        self.sheets: list[dict[int, int]] = []
         self.children: Children | None = None
 
     @property
@@ -71,9 +73,15 @@ class Blocks(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What of a prompt is stored: whole ``pages``, then ``tail_tokens`` tokens of ``tail_page`` (0: none)."""
+    """What of a prompt is stored: whole ``pages``, then ``tail_tokens`` tokens of ``tail_page`` (0: none).
+
+    ``tail_node`` is the node of that page; ``sheets`` has, for each layer group beside the one of ``pages``, the page
+    of each block that the group needs, the tail's included.
+    """
 
     node: Node | None
     pages: list[int]
     tail_page: int
     tail_tokens: int
+    tail_node: Node | None = None
+    sheets: tuple[dict[int, int], ...] = ()

@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from .content_hash import Identities, namespace_digest
 from .copies import PendingCopies
 from .eviction import ContentPolicy
+from .group_index import GroupIndex
+from .groups import Span
 from .pages import PagePool
 from .prefix_index import PrefixIndex
 from .rows import NEVER, Rows
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from .eviction import EvictionPolicy
+    from .groups import LayerGroup
+    from .index_node import Node
     from .prefix_index import PageArray
     from .tokens import TokenArray
 
@@ -49,19 +55,34 @@ class Counters:
 class Ledger:
     """All state of an allocator.
 
-    ``nothing_opaque`` is the ``opaque_from`` of a row whose KV may all be indexed; without a prefix cache none may.
+    ``spans`` says what each layer group needs, ``windows`` which groups give pages back, and ``is_plain`` that there is
+    one full-attention group and no other. ``nothing_opaque`` is the ``opaque_from`` of a row whose KV may all be indexed; without a prefix cache none may.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, num_groups: int, *, prefix_cache: bool, policy: EvictionPolicy
+        self,
+        num_pages: int,
+        page_size: int,
+        groups: tuple[LayerGroup, ...],
+        *,
+        prefix_cache: bool,
+        policy: EvictionPolicy,
     ) -> None:
         """Start with every page free."""
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.nothing_opaque = NEVER if prefix_cache else 0
-        self.index = PrefixIndex(num_pages, page_size)
+        self.spans = tuple(Span.of(group, page_size) for group in groups)
+        self.is_plain = len(groups) == 1 and self.spans[0].is_full
+        self.windows = [group for group, span in enumerate(self.spans) if not span.is_full]
+        self._closing = sorted(range(len(groups)), key=lambda group: self.spans[group].is_full)
+        self.index = (
+            PrefixIndex(num_pages, page_size)
+            if self.is_plain
+            else GroupIndex(num_pages, page_size, self.spans, self.anchors)
+        )
         self.pool = PagePool(num_pages, self.index, policy)
-        self.rows = Rows(page_size, num_groups)
+        self.rows = Rows(page_size, len(groups))
         self.copies = PendingCopies(self.pool)
         self.scrubs = Scrubs(num_pages)
         self.counters = Counters()
@@ -70,7 +91,7 @@ class Ledger:
 
     @property
     def tables(self) -> PageArray:
-        """The block tables of the one layer group, int32 ``[rows, width]``."""
+        """The block tables of the first layer group, int32 ``[rows, width]``."""
         return self.rows.tables[0]
 
     def give_back(self, pages: PageArray) -> None:
@@ -97,9 +118,32 @@ class Ledger:
         self.content_policy.stored(pages, digests)
 
     def drop_blocks(self, row: int, first: int, end: int) -> None:
-        """Give back the pages of blocks ``first`` to ``end`` of a row."""
+        """Give back the pages of blocks ``first`` to ``end`` of a row, full attention's last."""
         if first < end:
-            entries = self.tables[row, first:end]
-            pages = entries[::-1].copy()
-            entries[:] = 0
-            self.give_back(pages)
+            for group in self._closing:
+                entries = self.rows.tables[group][row, first:end]
+                pages = entries[::-1].copy()
+                entries[:] = 0
+                self.give_back(pages if self.spans[group].is_full else pages[pages != 0])
+
+    def leaving(self, group: int, row: int) -> PageArray:
+        """Return a window group's blocks of a row that its next token does not see any more, ascending."""
+        span, first = self.spans[group], int(self.rows.firsts[group][row])
+        start = max(first, span.sink_blocks)
+        end = 0 if self.rows.window_held[row] else span.keep_from(int(self.rows.num_tokens[row]))
+        return np.arange(start, max(start, end), dtype=np.int32)
+
+    def anchors(self) -> dict[Node, int]:
+        """Return every index node that an open sequence's path runs through, with the depth it needs."""
+        rows = self.rows
+        deepest: dict[Node, int] = {}
+        for row in rows.live():
+            cursor = rows.cursor[row]
+            if cursor is None:
+                continue
+            depth = int(min(rows.num_tokens[row], rows.opaque_from[row])) // self.page_size
+            node = self.index.at_depth(cursor, depth)
+            while node.parent is not None and deepest.get(node, 0) < depth:
+                deepest[node] = depth
+                node, depth = node.parent, node.start
+        return deepest

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .errors import BeyondWindow
+from .group_index import GroupIndex
 from .index_node import Blocks, Match
 from .ledger import Room
 
 if TYPE_CHECKING:
     from .ledger import Ledger
+    from .prefix_index import PageArray
     from .prompt import Prompt
     from .sequence import Sequence
 
@@ -26,34 +29,72 @@ def find(ledger: Ledger, prompt: Prompt) -> Match:
     return ledger.index.match(prompt.namespace, Blocks(prompt.tokens.tobytes(), prompt.media), prompt.limit)
 
 
-def room_for(ledger: Ledger, prompt: Prompt, growth: int) -> Room:
+def room_for(ledger: Ledger, prompt: Prompt, growth: int, chunk: int | None) -> Room:
     """Count the pages that the prompt and ``growth`` tokens more would take; changes nothing.
 
     Idle hits count on neither side: not as needed, and not as available either. A sub-page hit saves no page: its
-    tokens are copied into one.
+    tokens are copied into one. ``chunk`` is the most tokens that one reserve will take; None: all at once.
     """
-    hits = np.array(find(ledger, prompt).pages, np.int32)
-    needed = ledger.rows.blocks(len(prompt.tokens) + growth) - len(hits)
-    return Room(needed, ledger.pool.available - ledger.pool.num_idle_among(hits))
+    match = find(ledger, prompt)
+    whole = min(len(match.pages), len(prompt.tokens) // ledger.page_size)
+    end = ledger.rows.blocks(len(prompt.tokens) + growth)
+    needed = 0
+    if not ledger.is_plain:
+        step = len(prompt.tokens) + growth - whole * ledger.page_size
+        step = step if chunk is None else min(chunk, step)
+        for group in ledger.windows:
+            hits = np.array([page for block, page in _pages_of(ledger, match, group) if block < whole], np.int32)
+            needed += _window_room(ledger, group, whole, end, step, ledger.pool.num_idle_among(hits))
+    needed += (end - whole) * (len(ledger.spans) - len(ledger.windows))
+    return Room(needed, ledger.pool.available - ledger.pool.num_idle_among(_hits(ledger, match, whole)))
+
+
+def _window_room(ledger: Ledger, group: int, whole: int, end: int, step: int, idle: int) -> int:
+    """Count the pages that a window group takes from block ``whole`` to ``end``, in steps of ``step`` tokens.
+
+    Pages that leave the window make room for those that come, also the ``idle`` ones that were found.
+    """
+    span = ledger.spans[group]
+    sinks = max(min(span.sink_blocks, end) - whole, 0)
+    idle = max(idle - min(span.sink_blocks, whole), 0)
+    return sinks + min(end - whole - sinks, max(span.widest(step) - idle, 0))
+
+
+def _pages_of(ledger: Ledger, match: Match, group: int) -> list[tuple[int, int]]:
+    """Return (block, page) of all that a group has of a match, first block first."""
+    index = ledger.index
+    if not isinstance(index, GroupIndex) or group == index.lead:
+        return list(enumerate([*match.pages, match.tail_page] if match.tail_tokens else match.pages))
+    return list(match.sheets[index.others.index(group)].items()) if match.sheets else []
+
+
+def _hits(ledger: Ledger, match: Match, end: int) -> PageArray:
+    """Return the pages before block ``end`` of a match, of all groups, full attention's first."""
+    if ledger.is_plain:
+        return np.array([*match.pages, match.tail_page][:end], np.int32)
+    groups = sorted(range(len(ledger.spans)), key=lambda group: not ledger.spans[group].is_full)
+    return np.array([page for g in groups for block, page in _pages_of(ledger, match, g) if block < end], np.int32)
 
 
 def open_row(ledger: Ledger, prompt: Prompt, sequence: Sequence) -> int:
     """Make a row for ``sequence``, holding all pages of its prompt that are stored already."""
     pool, rows, size = ledger.pool, ledger.rows, ledger.page_size
     match = find(ledger, prompt)
-    whole = len(match.pages)
-    hits = np.array([*match.pages, match.tail_page] if match.tail_page else match.pages, np.int32)
-    tail = match.tail_tokens
-    if tail and pool.available - pool.num_idle_among(hits) < 1:
-        hits, tail = hits[:-1], 0  # the first write would have to copy this page, and there is no room for that
+    whole, tail = len(match.pages), match.tail_tokens
+    hits = _hits(ledger, match, whole + (tail > 0))
+    if tail and pool.available - pool.num_idle_among(hits) < len(ledger.spans):
+        # The first write would have to copy the last pages, and there is no room for that.
+        match = whole_hit(ledger, match)
+        whole, tail = len(match.pages), 0
+        hits = _hits(ledger, match, whole)
     root = ledger.index.enter(prompt.namespace)
     row = rows.claim()
-    rows.ensure_width(len(hits))
+    rows.ensure_width(whole + (tail > 0))
+    num_tokens = whole * size + tail
     if hits.size:
         pool.policy.hit(hits.tolist())
         pool.hold(hits)
-        ledger.tables[row, : len(hits)] = hits
-    num_tokens = whole * size + tail
+        _lay_out(ledger, row, match, hits, num_tokens)
     rows.num_tokens[row] = rows.ends[row] = num_tokens
     rows.prompt_len[row] = len(prompt.tokens)
     rows.opaque_from[row] = ledger.nothing_opaque
@@ -71,18 +112,39 @@ def open_row(ledger: Ledger, prompt: Prompt, sequence: Sequence) -> int:
     return row
 
 
+def whole_hit(ledger: Ledger, match: Match) -> Match:
+    """Return the match without its sub-page tail; the groups may then have to give up more."""
+    if isinstance(ledger.index, GroupIndex):
+        return ledger.index.without_tail(match)
+    return match._replace(tail_page=0, tail_tokens=0)
+
+
+def _lay_out(ledger: Ledger, row: int, match: Match, hits: PageArray, num_tokens: int) -> None:
+    """Write the pages found into the row's tables."""
+    if ledger.is_plain:
+        ledger.tables[row, : len(hits)] = hits
+        return
+    for group, (table, span) in enumerate(zip(ledger.rows.tables, ledger.spans, strict=True)):
+        for block, page in _pages_of(ledger, match, group):
+            table[row, block] = page
+        ledger.rows.firsts[group][row] = span.keep_from(num_tokens)
+
+
 def fork_row(ledger: Ledger, parent: int, sequence: Sequence) -> int:
     """Make a row for ``sequence`` that shares every page of row ``parent``."""
     rows = ledger.rows
     row = rows.claim()
-    pages = ledger.tables[parent, : rows.held(parent)]
-    ledger.tables[row, : len(pages)] = pages
-    ledger.pool.hold(pages)
+    held = rows.held(parent)
+    for table, span, first in zip(rows.tables, ledger.spans, rows.firsts, strict=True):
+        pages = table[parent, :held]
+        table[row, :held] = pages
+        first[row] = first[parent]
+        ledger.pool.hold(pages if span.is_full else pages[pages != 0])
     if rows.num_tokens[parent] % ledger.page_size:
         rows.tail_locked[parent] = True
     for array in (rows.num_tokens, rows.ends, rows.prompt_len, rows.opaque_from, rows.space):
         array[row] = array[parent]
-    for flags in (rows.tail_locked, rows.tail_borrowed):
+    for flags in (rows.tail_locked, rows.tail_borrowed, rows.window_held):
         flags[row] = flags[parent]
     rows.tail_tokens[row] = rows.tail_tokens[parent]
     root = rows.root[row] = rows.root[parent]
@@ -91,6 +153,18 @@ def fork_row(ledger: Ledger, parent: int, sequence: Sequence) -> int:
     rows.cursor[row] = rows.cursor[parent]
     rows.sequences[row] = sequence
     return row
+
+
+def check_truncate(ledger: Ledger, row: int, num_tokens: int) -> None:
+    """Raise `BeyondWindow` where a window group has given back pages that it needs after ``num_tokens`` tokens."""
+    for group in ledger.windows:
+        table = ledger.rows.tables[group]
+        lost = [block for block in ledger.spans[group].needed(num_tokens) if not table[row, block]]
+        if lost:
+            raise BeyondWindow(
+                f"num_tokens must be a length whose window group {group} still holds, was {num_tokens}: "
+                f"{ledger.rows.sequences[row]!r} has given back block {lost[0]}; see hold_window()"
+            )
 
 
 def truncate_row(ledger: Ledger, row: int, num_tokens: int) -> None:
@@ -110,6 +184,8 @@ def truncate_row(ledger: Ledger, row: int, num_tokens: int) -> None:
     if known:
         rows.opaque_from[row] = ledger.nothing_opaque
     ledger.drop_blocks(row, rows.blocks(num_tokens), rows.blocks(before))
+    for group in ledger.windows:
+        rows.firsts[group][row] = min(int(rows.firsts[group][row]), rows.blocks(num_tokens))
     rows.num_tokens[row] = rows.ends[row] = num_tokens
     rows.prompt_len[row] = min(int(rows.prompt_len[row]), num_tokens)
     rows.tail_locked[row] = offset > 0
@@ -117,14 +193,17 @@ def truncate_row(ledger: Ledger, row: int, num_tokens: int) -> None:
     cursor = rows.cursor[row]
     if cursor is not None:
         rows.cursor[row] = index.at_depth(cursor, min(num_tokens, opaque) // size)
+        ledger.pool.settle(cursor)
 
 
 def close_row(ledger: Ledger, row: int) -> None:
     """Give back all that the row holds, last block first."""
     rows = ledger.rows
     ledger.drop_blocks(row, 0, rows.held(row))
-    root = rows.root[row]
+    root, cursor = rows.root[row], rows.cursor[row]
     rows.give_up(row)
+    if cursor is not None:
+        ledger.pool.settle(cursor)
     if root is not None:
         ledger.index.leave(root)
 

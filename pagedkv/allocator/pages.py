@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .group_index import GroupIndex
+
 if TYPE_CHECKING:
     from .eviction import EvictionPolicy
+    from .index_node import Node
     from .prefix_index import PageArray, PrefixIndex
 
 
@@ -24,7 +27,7 @@ class PagePool:
         self.num_pages = num_pages
         self.index = index
         self.policy = policy
-        self.refs = np.zeros(num_pages, np.int32)
+        self.refs = index.refs if isinstance(index, GroupIndex) else np.zeros(num_pages, np.int32)
         self.pins: dict[int, int] = {}
         self.num_free = num_pages - 1
         self.num_idle = 0
@@ -81,6 +84,8 @@ class PagePool:
             self.policy.released(idle.tolist())
             gone = gone[~findable]
         self._put_back(gone)
+        if idle.size and isinstance(self.index, GroupIndex):
+            self._forget(self.index.settle_released(idle), evicted=False)
 
     def num_idle_among(self, pages: PageArray) -> int:
         """Count the indexed pages that nobody holds."""
@@ -103,14 +108,17 @@ class PagePool:
             self.pins[page] -= 1
         self.release(np.array([page], np.int32))
 
-    def unindex(self, page: int, block: int) -> None:
-        """Take a page held by one table alone out of the index, so that it may be written; what follows it is freed."""
-        node = self.index.node_of[page]
-        dropped = self.index.cut(node, block - node.start)
-        self.policy.removed(dropped.tolist(), evicted=False)
-        freed = dropped[dropped != page]
-        self.num_idle -= freed.size
-        self._put_back(freed)
+    def unindex(self, pages: list[int], block: int) -> None:
+        """Take a block's pages, held by one table alone, out of the index, so that they may be written.
+
+        What follows the block is freed.
+        """
+        self._forget(self.index.release_block(self.index.node_of[pages[0]], block, pages), evicted=False)
+
+    def settle(self, node: Node) -> None:
+        """Free what at the end of an index node is dead, now that a sequence does not need it any more."""
+        if isinstance(self.index, GroupIndex):
+            self._forget(self.index.settle_nodes([node]), evicted=False)
 
     def clear_index(self) -> int:
         """Free every idle page and forget the whole index; return how many pages that were."""
@@ -123,11 +131,21 @@ class PagePool:
         return len(idle)
 
     def _evict(self, count: int) -> None:
-        dropped = self.index.evict(self.policy.victims(count))
-        self.policy.removed(dropped.tolist(), evicted=True)
-        self.num_idle -= count
-        self.evictions += count
+        self.evictions += self._forget(self.index.evict(self.policy.victims(count)), evicted=True)
+
+    def _forget(self, dropped: PageArray, *, evicted: bool) -> int:
+        """Free those of the pages, just taken out of the index, that nobody holds; return how many."""
+        if not dropped.size:
+            return 0
+        held = self.refs[dropped] > 0
+        if held.any():
+            self.policy.removed(dropped[held].tolist(), evicted=False)
+            dropped = dropped[~held]
+        if dropped.size:
+            self.policy.removed(dropped.tolist(), evicted=evicted)
+        self.num_idle -= dropped.size
         self._put_back(dropped)
+        return int(dropped.size)
 
     def _put_back(self, pages: PageArray) -> None:
         self._stack[self.num_free : self.num_free + len(pages)] = pages

@@ -85,12 +85,12 @@ class PrefixIndex:
                 stored = bytes(child.tokens[count * size : (count + 1) * size])
                 same = child.media.get(depth) == prompt.media.get(depth)
                 common = same_prefix(stored, rest) if same and rest else 0
-                return Match(node, pages, child.pages[count] if common else 0, common)
+                return Match(node, pages, child.pages[count] if common else 0, common, child if common else None)
 
     @staticmethod
-    def _nearest_child(node: Node, key: bytes, rest: bytes) -> tuple[int, int]:
-        """Return the child page that shares most leading tokens with ``rest``, and how many."""
-        best = (0, 0)
+    def _nearest_child(node: Node, key: bytes, rest: bytes) -> tuple[int, int, Node | None]:
+        """Return the child page that shares most leading tokens with ``rest``, how many, and the child."""
+        best: tuple[int, int, Node | None] = (0, 0, None)
         if not rest or not node.children:
             return best
         head = key[: len(key) - len(rest)]
@@ -98,7 +98,8 @@ class PrefixIndex:
             if candidate.startswith(head):
                 common = same_prefix(candidate[len(head) :], rest)
                 if common > best[1]:
-                    best = (node.children.nodes[candidate].pages[0], common)
+                    child = node.children.nodes[candidate]
+                    best = (child.pages[0], common, child)
         return best
 
     def _common_pages(self, node: Node, offset: int, wanted: Blocks, end: int) -> int:
@@ -226,6 +227,10 @@ class PrefixIndex:
         node.children = None
         below.reverse()
         return np.concatenate([self._forget(below), self._cut_run(node, offset)])
+
+    def release_block(self, node: Node, block: int, pages: list[int]) -> PageArray:
+        """Make ``pages``, of one block of a path, unfindable; return these and all that leave with them."""
+        return self.cut(node, block - node.start)
 
     def _cut_run(self, node: Node, offset: int) -> PageArray:
         dropped = self._forget(node.pages[: offset - 1 if offset else None : -1])

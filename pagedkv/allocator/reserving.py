@@ -30,9 +30,11 @@ class Plan:
     """What reserving ``counts[i]`` tokens for ``rows[i]`` takes.
 
     Attributes:
-        fresh: per row the pages for new blocks.
+        fresh: per row the pages for new blocks, for each group.
         tails: per row what happens to the partial last page; after planning never SPARE.
+        copied: per row the groups whose partial last page is copied if its tail is COPY.
         needed: pages in all, copies included.
+        available: pages that can be had: free, idle, and those that leave a window.
     """
 
     def __init__(self, ledger: Ledger, rows: Iterable[int], counts: Iterable[int]) -> None:
@@ -42,71 +44,108 @@ class Plan:
         books = ledger.rows
         self.fresh: list[int] = []
         self.tails: list[Tail] = []
+        self.copied: list[list[int]] = []
         leaving: dict[int, int] = {}
         for row, count in self.items:
             num_tokens = int(books.num_tokens[row])
             self.fresh.append(books.blocks(num_tokens + count) - books.blocks(num_tokens))
-            self.tails.append(self._tail(row, num_tokens, leaving) if count else Tail.WRITE)
-        self.needed = sum(self.fresh)
-        self._settle_spares(self.needed + self.tails.count(Tail.COPY) + self.tails.count(Tail.SPARE))
+            tail, copied = self._tail(row, num_tokens, leaving) if count else (Tail.WRITE, [])
+            self.tails.append(tail)
+            self.copied.append(copied)
+        self.available = ledger.pool.available + (self._room_made() if ledger.windows else 0)
+        self.needed = sum(self.fresh) * len(ledger.spans)
+        self._settle_spares()
 
-    def _tail(self, row: int, num_tokens: int, leaving: dict[int, int]) -> Tail:
+    def _tail(self, row: int, num_tokens: int, leaving: dict[int, int]) -> tuple[Tail, list[int]]:
         books, pool, index = self._ledger.rows, self._ledger.pool, self._ledger.index
         block, offset = divmod(num_tokens, self._ledger.page_size)
         if not offset or not books.tail_locked[row]:
-            return Tail.WRITE
-        page = int(self._ledger.tables[row, block])
-        if index.indexed[page]:
-            if pool.refs[page] > 1:
-                return Tail.COPY
-            return Tail.SPARE if books.tail_borrowed[row] or index.is_followed(page, block) else Tail.UNINDEX
-        # A pin here is a pending copy that reads the page, which runs before anything is written.
-        if pool.table_refs(page) - leaving.get(page, 0) > 1:
-            leaving[page] = leaving.get(page, 0) + 1
-            return Tail.COPY
-        return Tail.WRITE
+            return Tail.WRITE, []
+        pages = [int(table[row, block]) for table in books.tables]
+        everywhere = list(range(len(pages)))
+        if index.indexed[pages[0]]:
+            if any(pool.refs[page] > 1 for page in pages):
+                return Tail.COPY, everywhere
+            spare = books.tail_borrowed[row] or index.is_followed(pages[0], block)
+            return (Tail.SPARE if spare else Tail.UNINDEX), everywhere
+        copied = []
+        for group, page in enumerate(pages):
+            # A pin here is a pending copy that reads the page, which runs before anything is written.
+            if pool.table_refs(page) - leaving.get(page, 0) > 1:
+                leaving[page] = leaving.get(page, 0) + 1
+                copied.append(group)
+        return (Tail.COPY if copied else Tail.WRITE), copied
 
-    def _settle_spares(self, wished: int) -> None:
+    def _room_made(self) -> int:
+        """Count the pages that nobody holds any more once those outside the windows have been given back."""
+        ledger, going = self._ledger, dict[int, int]()
+        for row, count in self.items:
+            for group in ledger.windows if count else ():
+                for page in ledger.rows.tables[group][row, ledger.leaving(group, row)].tolist():
+                    going[page] = going.get(page, 0) + 1
+        return sum(int(ledger.pool.refs[page]) == times for page, times in going.items())
+
+    def _settle_spares(self) -> None:
         """Copy spare tails as far as there is room; what follows one is idle, so un-indexing it costs no page."""
-        short = max(wished - self._ledger.pool.available, 0)
+        every = len(self._ledger.spans)
+        self.needed += sum(len(copied) for tail, copied in self._wished() if tail is Tail.COPY)
+        short = max(self.needed + every * self.tails.count(Tail.SPARE) - self.available, 0)
         for at in reversed(range(len(self.tails))):
             if self.tails[at] is Tail.SPARE:
                 self.tails[at] = Tail.UNINDEX if short else Tail.COPY
-                short = max(short - 1, 0)
-        self.needed += self.tails.count(Tail.COPY)
+                self.needed += 0 if short else every
+                short = max(short - every, 0)
+
+    def _wished(self) -> Iterable[tuple[Tail, list[int]]]:
+        return zip(self.tails, self.copied, strict=True)
 
 
 def reserve_rows(ledger: Ledger, rows: list[int], counts: list[int]) -> None:
-    """Make room for ``counts[i]`` more tokens of ``rows[i]``.
+    """Make room for ``counts[i]`` more tokens of ``rows[i]``; pages that have left their window go back first.
 
     Raises:
         OutOfPages: the rows together need more pages than there are; nothing has changed.
     """
     plan = Plan(ledger, rows, counts)
-    if plan.needed > ledger.pool.available:
-        raise OutOfPages(plan.needed, ledger.pool.available)
+    if plan.needed > plan.available:
+        raise OutOfPages(plan.needed, plan.available)
     books = ledger.rows
     books.ensure_width(max((books.blocks(int(books.num_tokens[row]) + count) for row, count in plan.items), default=0))
+    _slide_windows(ledger, plan)
     for (row, _), tail in zip(plan.items, plan.tails, strict=True):
         if tail is Tail.UNINDEX:
             block = int(books.num_tokens[row]) // ledger.page_size
-            ledger.pool.unindex(int(ledger.tables[row, block]), block)
+            ledger.pool.unindex([int(table[row, block]) for table in books.tables], block)
     pages = ledger.pool.take(plan.needed)
     at = 0
-    for (row, count), tail, fresh in zip(plan.items, plan.tails, plan.fresh, strict=True):
+    for (row, count), tail, copied, fresh in zip(plan.items, plan.tails, plan.copied, plan.fresh, strict=True):
         if not count:
             continue
         block = int(books.num_tokens[row]) // ledger.page_size
         end = books.blocks(int(books.num_tokens[row]) + count)
-        taken = fresh + (tail is Tail.COPY)
-        mine = pages[at : at + taken]
-        at += taken
-        if ledger.scrubs.many:
-            ledger.scrubs.note(mine, int(books.space[row]))
-        if tail is Tail.COPY:
-            ledger.copies.add(int(ledger.tables[row, block]), int(mine[0]))
-            ledger.tables[row, block] = mine[0]
-            mine = mine[1:]
-        ledger.tables[row, end - fresh : end] = mine
+        for group, table in enumerate(books.tables):
+            copy = tail is Tail.COPY and group in copied
+            mine = pages[at : at + fresh + copy]
+            at += len(mine)
+            if ledger.scrubs.many:
+                ledger.scrubs.note(mine, int(books.space[row]))
+            if copy:
+                ledger.copies.add(int(table[row, block]), int(mine[0]))
+                table[row, block] = mine[0]
+                mine = mine[1:]
+            table[row, end - fresh : end] = mine
         books.ends[row] += count
         books.tail_locked[row] = books.tail_borrowed[row] = False
+
+
+def _slide_windows(ledger: Ledger, plan: Plan) -> None:
+    """Give back the pages that no token to come will see; the null page takes their place."""
+    books = ledger.rows
+    for group in ledger.windows:
+        for row, count in plan.items:
+            blocks = ledger.leaving(group, row) if count else ()
+            if len(blocks):
+                pages = books.tables[group][row, blocks]
+                books.tables[group][row, blocks] = 0
+                books.firsts[group][row] = blocks[-1] + 1
+                ledger.give_back(pages)

@@ -30,6 +30,8 @@ class Rows:
 
     Attributes:
         tables: per layer group int32 ``[rows, width]``: the page of each block, the null page past the last one.
+        firsts: per layer group int64 ``[rows]``: the first block, sinks apart, that has not been given back.
+        window_held: bool ``[rows]``: nothing is given back until the next truncate.
         num_tokens: int64 ``[rows]``: tokens whose KV is stored.
         ends: int64 ``[rows]``: ``num_tokens`` and the tokens of the open reservation.
         prompt_len: int64 ``[rows]``: tokens that commits are checked against.
@@ -48,6 +50,8 @@ class Rows:
         self.page_size = page_size
         rows, width = 8, 8
         self.tables: list[PageArray] = [np.zeros((rows, width), np.int32) for _ in range(num_groups)]
+        self.firsts = [np.zeros(rows, np.int64) for _ in range(num_groups)]
+        self.window_held = np.zeros(rows, np.bool_)
         self.num_tokens = np.zeros(rows, np.int64)
         self.ends = np.zeros(rows, np.int64)
         self.prompt_len = np.zeros(rows, np.int64)
@@ -97,9 +101,11 @@ class Rows:
         """Clear a row for its next user."""
         for table in self.tables:
             table[row] = 0
+        for first in self.firsts:
+            first[row] = 0
         for array in (self.num_tokens, self.ends, self.prompt_len, self.opaque_from, self.space):
             array[row] = 0
-        self.tail_locked[row] = self.tail_borrowed[row] = False
+        self.tail_locked[row] = self.tail_borrowed[row] = self.window_held[row] = False
         self.root[row] = self.cursor[row] = self.sequences[row] = None
         self._unused.append(row)
 
@@ -112,6 +118,7 @@ class Rows:
     def _grow_rows(self) -> None:
         more = self.capacity
         self.tables = [_doubled(table) for table in self.tables]
+        self.firsts, self.window_held = [_doubled(first) for first in self.firsts], _doubled(self.window_held)
         self.num_tokens, self.ends = _doubled(self.num_tokens), _doubled(self.ends)
         self.prompt_len, self.opaque_from = _doubled(self.prompt_len), _doubled(self.opaque_from)
         self.space, self.tail_tokens = _doubled(self.space), _doubled(self.tail_tokens)

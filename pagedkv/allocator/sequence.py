@@ -141,19 +141,31 @@ class Sequence:
         Raises:
             ReservationOpen: a reservation was not committed.
             ValueError: it has fewer tokens.
+            BeyondWindow: a window group has given back pages that it would need again; the last step and what came
+                before it within the window can always be taken back.
         """
         self._allocator.truncate(self, num_tokens)
+
+    def hold_window(self) -> None:
+        """Keep pages that leave a window, until the next `truncate`: every length from here on can be returned to."""
+        self._allocator.hold_window(self)
 
     def close(self) -> None:
         """Give every page back, also those of an open reservation."""
         self._allocator.close(self)
 
     def room(self, num_tokens: int) -> Room:
-        """Say what `reserve` of ``num_tokens`` would take, copies included, and what there is; changes nothing."""
+        """Say what `reserve` of ``num_tokens`` would take, copies included, and what there is; changes nothing.
+
+        Pages that have left a window go back in that reserve, so they count as available.
+        """
         return self._allocator.room_to_grow(self, num_tokens)
 
     def block_table(self, group: int = 0) -> PageArray:
-        """Return a copy of the page id of each block, int32 ``[blocks]``, reserved ones included."""
+        """Return a copy of the page id of each block, int32 ``[blocks]``, reserved ones included.
+
+        Blocks that left the group's window have the null page.
+        """
         rows = self._allocator.ledger.rows
         row = self._live_row()
         table: PageArray = self._allocator.block_tables(group)[row, : rows.held(row)].copy()

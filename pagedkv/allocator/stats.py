@@ -21,7 +21,7 @@ class Stats:
         idle: pages that nobody holds but a prefix can still be found in.
         referenced: pages that sequences or pending copies hold, each once.
         sequences: open sequences.
-        stored_tokens: tokens whose KV lies in referenced pages, a shared page's once.
+        stored_tokens: tokens whose KV lies in referenced pages, a shared page's once; each layer group counts its own.
         held_slots: token slots of the referenced pages.
         prompt_tokens: tokens of all prompts ever opened.
         hit_tokens: of these, the ones that were stored already. Prompts opened again after a preemption count like
@@ -91,8 +91,10 @@ def _empty_slots(ledger: Ledger) -> int:
     reserved = -(-rows.ends[live] // size) - blocks
     filled = dict.fromkeys((page for page in pool.pins if pool.table_refs(page) == 0), 0)
     partial = (lengths % size).nonzero()[0]
-    tails = ledger.tables[live[partial], blocks[partial] - 1]
-    for page, fill in zip(tails.tolist(), (lengths[partial] % size).tolist(), strict=True):
-        filled[page] = max(filled.get(page, 0), fill)
+    for table in rows.tables:
+        tails = table[live[partial], blocks[partial] - 1]
+        for page, fill in zip(tails.tolist(), (lengths[partial] % size).tolist(), strict=True):
+            filled[page] = max(filled.get(page, 0), fill)
     findable = ledger.index.indexed
-    return int(reserved.sum()) * size + sum(size - fill for page, fill in filled.items() if not findable[page])
+    empty = int(reserved.sum()) * size * len(rows.tables)
+    return empty + sum(size - fill for page, fill in filled.items() if not findable[page])
