@@ -74,4 +74,6 @@ def _on_path(ledger: Ledger, index: GroupIndex, row: int) -> None:
             page = int(rows.tables[group][row, block])
             if page and node.sheets[sheet].get(block) != page:
                 owner = rows.sequences[row]
-                raise InvariantViolation("a window page is not the one of its path in the index", page=page, owner=owner)
+                raise InvariantViolation(
+                    "a window page is not the one of its path in the index", page=page, owner=owner
+                )

@@ -72,7 +72,9 @@ class BlockAllocator:
             raise ValueError(f"page_size must be 1 to {_MAX_PAGES}, was {page_size}")
         self.groups = tuple(groups)
         if not self.groups or not all(isinstance(group, LayerGroup) for group in self.groups):
-            raise ValueError(f"groups must be FullAttention() and SlidingWindow(...), at least one, was {self.groups!r}")
+            raise ValueError(
+                f"groups must be FullAttention() and SlidingWindow(...), at least one, was {self.groups!r}"
+            )
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = bool(prefix_cache)

@@ -66,9 +66,7 @@ def _merge(ledger: Ledger, row: int, group: int, block: int, kept: list[int]) ->
         ledger.counters.merged_pages += len(twins)
 
 
-def _tell_stored(
-    ledger: Ledger, index: GroupIndex, row: int, added: Blocks, new: list[tuple[int, int, int]]
-) -> None:
+def _tell_stored(ledger: Ledger, index: GroupIndex, row: int, added: Blocks, new: list[tuple[int, int, int]]) -> None:
     """Tell a policy that asks for it what the new pages, (group, place, page), hold; the groups' names differ."""
     policy, sequence = ledger.content_policy, ledger.rows.sequences[row]
     assert policy is not None

@@ -66,7 +66,7 @@ class GroupIndex(PrefixIndex):
         if found.node is None:
             return found
         whole, tail = len(found.pages), found.tail_node
-        if tail is not None and all(whole in sheet for sheet in tail.sheets):
+        if tail is not None and self._has_every_page(tail, whole):
             tokens = whole * self.page_size + found.tail_tokens
             if all(self._gap(found.node, sheet, tokens, whole) is None for sheet in range(len(self.others))):
                 sheets = self._sheets_for(found.node, tokens, whole)
@@ -242,9 +242,7 @@ class GroupIndex(PrefixIndex):
         return self._forget([page])
 
     def _drop_sheets(self, node: Node, first: int) -> PageArray:
-        pages = [
-            sheet.pop(block) for sheet in node.sheets for block in sorted(sheet, reverse=True) if block >= first
-        ]
+        pages = [sheet.pop(block) for sheet in node.sheets for block in sorted(sheet, reverse=True) if block >= first]
         return self._forget(pages) if pages else _NO_PAGES
 
     def _cut_run(self, node: Node, offset: int) -> PageArray:

@@ -87,8 +87,7 @@ class PrefixIndex:
                 common = same_prefix(stored, rest) if same and rest else 0
                 return Match(node, pages, child.pages[count] if common else 0, common, child if common else None)
 
-    @staticmethod
-    def _nearest_child(node: Node, key: bytes, rest: bytes) -> tuple[int, int, Node | None]:
+    def _nearest_child(self, node: Node, key: bytes, rest: bytes) -> tuple[int, int, Node | None]:
         """Return the child page that shares most leading tokens with ``rest``, how many, and the child."""
         best: tuple[int, int, Node | None] = (0, 0, None)
         if not rest or not node.children:
@@ -97,10 +96,15 @@ class PrefixIndex:
         for candidate in node.children.neighbours(key):
             if candidate.startswith(head):
                 common = same_prefix(candidate[len(head) :], rest)
-                if common > best[1]:
-                    child = node.children.nodes[candidate]
+                child = node.children.nodes[candidate]
+                if common > best[1] and self._has_every_page(child, child.start):
                     best = (child.pages[0], common, child)
         return best
+
+    @staticmethod
+    def _has_every_page(node: Node, block: int) -> bool:
+        """Whether every layer group has a page for a block of the node's run."""
+        return all(block in sheet for sheet in node.sheets)
 
     def _common_pages(self, node: Node, offset: int, wanted: Blocks, end: int) -> int:
         """Count the run's pages from ``offset`` on that equal those of ``wanted`` before block ``end``."""
