@@ -292,5 +292,6 @@ class GroupIndex(PrefixIndex):
 
 def _real(*parts: PageArray) -> PageArray:
     """Join arrays of pages, without the null page."""
-    pages = np.concatenate(parts) if parts else _NO_PAGES
-    return pages[pages != 0]
+    pages: PageArray = np.concatenate(parts) if parts else _NO_PAGES
+    real: PageArray = pages[pages != 0]
+    return real

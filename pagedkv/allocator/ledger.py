@@ -56,7 +56,8 @@ class Ledger:
     """All state of an allocator.
 
     ``spans`` says what each layer group needs, ``windows`` which groups give pages back, and ``is_plain`` that there is
-    one full-attention group and no other. ``nothing_opaque`` is the ``opaque_from`` of a row whose KV may all be indexed; without a prefix cache none may.
+    one full-attention group and no other. ``nothing_opaque`` is the ``opaque_from`` of a row whose KV may all be
+    indexed; without a prefix cache none may.
     """
 
     def __init__(

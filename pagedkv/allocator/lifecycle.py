@@ -16,6 +16,7 @@ from .index_node import Blocks, Match
 from .ledger import Room
 
 if TYPE_CHECKING:
+    from .groups import Span
     from .ledger import Ledger
     from .prefix_index import PageArray
     from .prompt import Prompt
@@ -44,17 +45,16 @@ def room_for(ledger: Ledger, prompt: Prompt, growth: int, chunk: int | None) -> 
         step = step if chunk is None else min(chunk, step)
         for group in ledger.windows:
             hits = np.array([page for block, page in _pages_of(ledger, match, group) if block < whole], np.int32)
-            needed += _window_room(ledger, group, whole, end, step, ledger.pool.num_idle_among(hits))
+            needed += _window_room(ledger.spans[group], whole, end, step=step, idle=ledger.pool.num_idle_among(hits))
     needed += (end - whole) * (len(ledger.spans) - len(ledger.windows))
     return Room(needed, ledger.pool.available - ledger.pool.num_idle_among(_hits(ledger, match, whole)))
 
 
-def _window_room(ledger: Ledger, group: int, whole: int, end: int, step: int, idle: int) -> int:
+def _window_room(span: Span, whole: int, end: int, *, step: int, idle: int) -> int:
     """Count the pages that a window group takes from block ``whole`` to ``end``, in steps of ``step`` tokens.
 
     Pages that leave the window make room for those that come, also the ``idle`` ones that were found.
     """
-    span = ledger.spans[group]
     sinks = max(min(span.sink_blocks, end) - whole, 0)
     idle = max(idle - min(span.sink_blocks, whole), 0)
     return sinks + min(end - whole - sinks, max(span.widest(step) - idle, 0))

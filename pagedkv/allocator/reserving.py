@@ -143,8 +143,8 @@ def _slide_windows(ledger: Ledger, plan: Plan) -> None:
     books = ledger.rows
     for group in ledger.windows:
         for row, count in plan.items:
-            blocks = ledger.leaving(group, row) if count else ()
-            if len(blocks):
+            blocks = ledger.leaving(group, row)
+            if count and blocks.size:
                 pages = books.tables[group][row, blocks]
                 books.tables[group][row, blocks] = 0
                 books.firsts[group][row] = blocks[-1] + 1

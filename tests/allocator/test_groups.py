@@ -257,7 +257,7 @@ def test_forks_share_and_copy_in_every_group() -> None:
 
 
 def test_room_counts_a_window_group_as_window_and_chunk() -> None:
-    """A long prompt in chunks needs full attention's pages and the window's bound; in one piece it needs all of both."""
+    """A long prompt in chunks needs full attention's pages and the window's bound; in one piece all of both."""
     allocator = pool(200, 4, FULL, SlidingWindow(9, num_sink_tokens=4))
     assert Room(50, 199) == allocator.room(range(100))
     # 8 + 16 tokens lie in at most 7 pages, and one page holds the sinks.
@@ -270,7 +270,7 @@ def test_room_counts_a_window_group_as_window_and_chunk() -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 4, 16, 50])
 @pytest.mark.parametrize("found", [0, 7, 24, 50])
 def test_what_room_admits_runs_to_its_end(chunk: int, found: int) -> None:
-    """Where `room` fits, the prompt runs to its end in such chunks; and what an empty pool admits, idle hits never bar."""
+    """Where `room` fits, the prompt runs to its end in such chunks; idle hits never bar what an empty pool admits."""
     groups = (FULL, SlidingWindow(9, num_sink_tokens=2))
     needed = pool(200, 4, *groups).room(range(60), chunk=chunk).needed
     for pages in range(needed - 4, needed + 2):
