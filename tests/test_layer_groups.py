@@ -45,7 +45,7 @@ def test_cuts(spec: KVSpec, expected: tuple[int, int, int]) -> None:
 
 def test_every_layer_has_one_place() -> None:
     """Each layer that stores something stands at one position of a group of its own window; others nowhere."""
-    layers = tuple(FULL if index % 6 == 5 else NARROW for index in range(18)) + (LayerKV(0, 8, 8),)
+    layers = (*(FULL if index % 6 == 5 else NARROW for index in range(18)), LayerKV(0, 8, 8))
     cut = cut_groups(KVSpec(layers, max_len=131072, vocab_size=9), page_size=16)
     assert Counter(range(18)) == Counter(layer for group in cut.layers for layer in group if layer is not None)
     for index, place in enumerate(cut.place[:18]):

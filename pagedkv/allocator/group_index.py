@@ -83,7 +83,7 @@ class GroupIndex(PrefixIndex):
         return Match(self.at_depth(found.node, whole), found.pages[:whole], 0, 0, None, sheets)
 
     def usable_depth(self, node: Node, depth: int, floor: int = 0) -> int:
-        """Return the greatest depth up to ``depth`` on the path to ``node`` that can be hit, or any at most ``floor``."""
+        """Return the greatest depth up to ``depth`` on the node's path that can be hit, or any at most ``floor``."""
         while depth > floor:
             gaps = (self._gap(node, sheet, depth * self.page_size, depth) for sheet in range(len(self.others)))
             # Without block b of its window, no prefix that ends behind b, up to here, can be hit either.
