@@ -11,11 +11,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .audit import audit
 from .committing import check_commit, commit_row
-from .decode import DecodeBatch
+from .decode import DecodeBatch, all_one, one_each
 from .errors import ForeignSequence, ReservationOpen, WrongThread
 from .eviction import EvictionPolicy, make_policy
 from .groups import FullAttention, LayerGroup
@@ -204,7 +202,7 @@ class BlockAllocator:
             batch = DecodeBatch(self.ledger, sequences, rows) if DecodeBatch.suits(self.ledger, rows) else None
         else:
             rows = batch.rows
-        if batch is not None and _all_one(counts, batch.ones):
+        if batch is not None and all_one(counts, batch.ones):
             batch.reserve()
             self._batch = batch
         else:
@@ -225,7 +223,7 @@ class BlockAllocator:
         self._enter()
         batch, sequences = self._batch, list(sequences)
         if batch is not None and batch.is_reserved and batch.sequences == sequences and not self.ledger.copies:
-            ids = _one_each(tokens, len(sequences))
+            ids = one_each(tokens, len(sequences))
             if ids is not None:
                 batch.commit(ids)
                 return
@@ -350,21 +348,3 @@ class BlockAllocator:
                     owner = self.ledger.rows.sequences[row]
                     raise ReservationOpen(f"{at_rest} needs {owner!r} without a reservation; commit it first")
         return rows
-
-
-def _all_one(counts: Any, ones: list[int]) -> bool:
-    if type(counts) is int:
-        return counts == 1
-    if isinstance(counts, np.ndarray | tuple):
-        counts = list(counts) if isinstance(counts, tuple) else counts.tolist()
-    # By type too: True and 1.0 are equal to 1 and are no counts.
-    return type(counts) is list and counts == ones and set(map(type, counts)) == {int}
-
-
-def _one_each(tokens: Any, length: int) -> Any:
-    """Return ``tokens`` as an array of one id per sequence, or None where they are something else."""
-    try:
-        ids = token_array(tokens)
-    except TypeError:
-        return None
-    return ids if len(ids) == length else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def index_group_blocks(ledger: Ledger, index: GroupIndex, row: int, block: int, tokens: TokenArray) -> None:
-    """Make the row's full pages from ``block`` on findable, group by group; of two equal pages the indexed one stays."""
+    """Make the row's full pages from ``block`` on findable, group by group; of two equal ones the indexed one stays."""
     rows = ledger.rows
     cursor, sequence = rows.cursor[row], rows.sequences[row]
     assert cursor is not None

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pagedkv.allocator import BeyondWindow, BlockAllocator, FullAttention, OutOfPages, Room, SlidingWindow
+from pagedkv.allocator import (
+    BeyondWindow,
+    BlockAllocator,
+    FullAttention,
+    InvariantViolation,
+    OutOfPages,
+    Room,
+    SlidingWindow,
+)
 from tests.allocator.helpers import books, extend, fill, hit, run_copies, store
 
 if TYPE_CHECKING:
@@ -93,6 +101,19 @@ def test_pages_that_leave_are_room_for_the_same_reserve() -> None:
     sequence.reserve(4)
     sequence.commit(range(12, 16))
     assert [2, 3] == held(sequence, 0)
+    allocator.check()
+
+
+def test_pages_that_others_hold_make_no_room() -> None:
+    """A page that leaves one fork's window is room only when the other fork lets go of it in the same reserve."""
+    allocator = pool(5, 4, SlidingWindow(4))
+    one = fill(allocator, range(16))
+    two = one.fork()
+    assert Room(1, 0) == one.room(1)
+    with pytest.raises(OutOfPages, match="1 pages needed, 0 available"):
+        one.reserve(1)
+    allocator.reserve_batch([one, two], 1)
+    assert [[3, 4], [3, 4]] == [held(one, 0), held(two, 0)]
     allocator.check()
 
 
@@ -314,6 +335,55 @@ def test_reset_makes_all_groups_unfindable() -> None:
     sequence.close()
     allocator.check()
     assert 0 == allocator.stats().in_use
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        ("rows.tables[1][0, 4] = 0", "a block has no page of the pool"),
+        ("rows.firsts[1][0] = 5", "a table names a page that left the window"),
+        ("rows.tables[1][0, 0] = rows.tables[0][0, 0]", "a table names a page that left the window"),
+        ("index.node_of[rows.tables[0][0, 0]].sheets[0].pop(3)", "index nodes name a page marked otherwise"),
+        (
+            "index.node_of[rows.tables[0][0, 0]].sheets[0][99] = index.node_of[page].sheets[0].pop(3)",
+            "outside its node's run",
+        ),
+        ("index._forget([index.node_of[idle].sheets[0].pop(0)])", "a page must be in exactly one state"),
+    ],
+)
+def test_the_audit_speaks_of_groups(breakage: str, message: str) -> None:
+    """What is broken by hand in a window group is named."""
+    allocator = pool(40, 4, FULL, SlidingWindow(6))
+    sequence = fill(allocator, range(17))
+    store(allocator, range(50, 58))
+    sequence.reserve(4)
+    allocator.check()
+    ledger = allocator.ledger
+    index = ledger.index
+    idle = next(
+        page
+        for page in range(40)
+        if index.indexed[page] and not ledger.pool.refs[page] and index.node_of[page].tokens[0] == 50
+    )
+    names = {"rows": ledger.rows, "index": index, "idle": idle, "page": int(ledger.rows.tables[0][0, 0])}
+    exec(breakage, names)
+    with pytest.raises(InvariantViolation, match=message):
+        allocator.check()
+
+
+def test_the_audit_finds_what_can_be_hit_no_more() -> None:
+    """An idle block that no prompt can reach is named; it should have been freed."""
+    allocator = pool(40, 4, FULL, SlidingWindow(6))
+    store(allocator, range(8))
+    pool_, index = allocator.ledger.pool, allocator.ledger.index
+    with allocator.open([*range(8), 9]) as sequence:
+        page = int(sequence.block_table(1)[1])
+    pool_.policy.removed([page], evicted=True)
+    dropped = index._drop_page(page)  # type: ignore[attr-defined]
+    pool_.num_idle -= 1
+    pool_._put_back(dropped)
+    with pytest.raises(InvariantViolation, match="block 1 can be hit no more"):
+        allocator.check()
 
 
 def test_wrong_windows_are_refused() -> None:

@@ -19,6 +19,7 @@ ARROWS = {
     "attention": set[str](),
     "backend": {"allocator", "attention"},
     "spec": {"allocator"},
+    "layer_groups": {"allocator", "spec"},
     "sizing": {"spec"},
     "step": {"allocator", "attention", "backend"},
     "cache": {"allocator", "attention", "backend", "sizing", "spec", "step"},
