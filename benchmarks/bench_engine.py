@@ -45,12 +45,13 @@ class Silent:
 
 @dataclass(frozen=True)
 class Case:
-    """One workload: prompts, how many tokens each makes, and whom to ask."""
+    """One workload: prompts, how many tokens each makes, whom to ask, and pages if there are to be too few."""
 
     name: str
     prompts: list[list[int]]
     new_tokens: int
     subjects: tuple[str, ...]
+    num_pages: int | None = None
 
 
 def cases(vocab_size: int, *, quick: bool) -> list[Case]:
@@ -64,12 +65,14 @@ def cases(vocab_size: int, *, quick: bool) -> list[Case]:
     cached = ("concat", "static", "pagedkv", "generate")
     shared, tails = prompt(128 if quick else 512), [prompt(24) for _ in range(16)]
     few = 2 if quick else 8
+    ragged = [prompt(draw.randint(1, 300)) for _ in range(16 if quick else 64)]
+    random_name, shared_name = f"16 x ({length} + {new_tokens})", f"16 chats, shared {len(shared)}, + {new_tokens // 2}"
     found = [
-        Case(f"16 x ({length} + {new_tokens})", [prompt(length) for _ in range(16)], new_tokens, cached),
-        Case(
-            f"16 chats, shared {len(shared)}, + {new_tokens // 2}", [shared + t for t in tails], new_tokens // 2, cached
-        ),
+        Case(random_name, [prompt(length) for _ in range(16)], new_tokens, cached),
+        Case(shared_name, [shared + tail for tail in tails], new_tokens // 2, cached),
         Case(f"16 x ({length} + {few})", [prompt(length) for _ in range(16)], few, ("none", *cached)),
+        # A third of the pages that all of them would take.
+        Case(f"{len(ragged)} x (1..300 + 32), few pages", ragged, 32, cached, 60 if quick else 240),
     ]
     if not quick:
         found.insert(1, Case("64 x (128 + 128)", [prompt(128) for _ in range(64)], 128, cached))
@@ -81,7 +84,7 @@ def make_engine(model: Any, subject: str, case: Case) -> Engine:
     longest = max(map(len, case.prompts)) + case.new_tokens
     options: dict[str, Any] = {"max_batch": len(case.prompts), "max_len": longest}
     if subject == "pagedkv":
-        num_pages = 2 + len(case.prompts) * -(-longest // PAGE_SIZE)
+        num_pages = case.num_pages or 2 + len(case.prompts) * -(-longest // PAGE_SIZE)
         return Engine(model, num_pages=num_pages, page_size=PAGE_SIZE, watermark=0.0, **options)
     return Engine(model, backend=subject, **options)
 
@@ -129,6 +132,7 @@ def measure(model: Any, case: Case, rounds: int, report: Report) -> None:
         report.add(f"{case.name}: KV held at most", subject, peak.bytes_held / 2**20, "MiB", "lower")
         report.add(f"{case.name}: waste, mean", subject, 100 * served.memory.waste, "%", "lower")
     report.add(f"{case.name}: prompt tokens reused", "pagedkv", last["pagedkv"].prefix_tokens_reused, "tokens")
+    report.add(f"{case.name}: preemptions", "pagedkv", last["pagedkv"].preemptions, "requests", "lower")
     report.add(f"{case.name}: ties with generate", "pagedkv", ties, "tokens", "lower")
 
 

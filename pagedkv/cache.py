@@ -179,7 +179,8 @@ class PagedKVCache:
         """Make room for the next tokens of each sequence, and lay the step out; all sequences or none.
 
         Raises:
-            ValueError: if a sequence has no tokens, the batch is too large or a sequence too long.
+            ValueError: if a sequence has no tokens, other tokens than its prompt, or too many; or the batch is too
+                large.
             RuntimeError: if a step is in flight.
             OutOfPages: if the pool cannot take the whole step.
         """
@@ -210,6 +211,7 @@ class PagedKVCache:
                     f"inputs must keep each sequence within max_len = {self.max_len} tokens, "
                     f"would take {sequence!r} to {sequence.num_tokens + len(row)}"
                 )
+            sequence.require_next(row)
 
     def _run_copies(self) -> None:
         """Clear and copy pages as the allocator asks, before anything is written to them."""

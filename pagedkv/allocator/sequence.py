@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from .committing import require_prompt
 from .errors import SequenceClosed
-from .tokens import count_of
+from .tokens import count_of, token_array
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -126,6 +127,15 @@ class Sequence:
         if (tokens is None) == (count is None):
             raise TypeError("commit takes either tokens or count=")
         self._allocator.commit(self, tokens, count)
+
+    def require_next(self, tokens: Any) -> None:
+        """Raise `PromptMismatch` where ``tokens`` cannot come next: inside the prompt they must equal it.
+
+        For callers who want to know before they compute; `commit` asks the same.
+        """
+        ledger, row = self._allocator.ledger, self._live_row()
+        if ledger.rows.num_tokens.item(row) < len(self.prompt.tokens):
+            require_prompt(ledger, row, token_array(tokens))
 
     def fork(self) -> Sequence:
         """Return a new sequence with the same tokens, sharing every page; a shared tail is copied on the first write.

@@ -116,7 +116,7 @@ def test_prompt_is_checked() -> None:
     sequence = allocator.open([1, 2, 3, 4])
     sequence.reserve(6)
 
-    with pytest.raises(PromptMismatch, match="at position 2 it has 3, the commit has 9"):
+    with pytest.raises(PromptMismatch, match="at position 2 it has 3, 9 was given"):
         sequence.commit([1, 2, 9])
 
     sequence.commit([1, 2, 3, 4, 9])

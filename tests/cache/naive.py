@@ -31,9 +31,9 @@ def tiny_spec(*, window: int | None = None, max_len: int = 64) -> KVSpec:
 
 
 def poisoned(cache: PagedKVCache) -> PagedKVCache:
-    """Fill every page with NaN, so that a slot which is read before it is written shows."""
+    """Fill every page with NaN (the largest number, where there is none), so that reading before writing shows."""
     for tensor in cache.page_tensors:
-        tensor.fill_(math.nan)
+        tensor.fill_(math.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
     return cache
 
 
