@@ -42,6 +42,7 @@ VERBS = (
     ("decode", "decode_us", "us/token"),
     ("close", "close_us", "us/request"),
 )
+WEIGHED_PAGES = 10_000  # tracing every allocation of more takes minutes
 PROMPT = 256  # tokens of a prompt in the growth cases
 
 
@@ -136,7 +137,7 @@ def growth(report: Report, pool: WorkerPool, names: list[str], rounds: int) -> N
 def memory(report: Report, pool: WorkerPool, names: list[str]) -> None:
     """Weigh the bookkeeping."""
     for name in names:
-        answer = pool.ask(name, {"do": "weigh", "num_pages": NUM_PAGES, "page_size": PAGE_SIZE})
+        answer = pool.ask(name, {"do": "weigh", "num_pages": WEIGHED_PAGES, "page_size": PAGE_SIZE})
         report.add("bookkeeping per page, empty pool", name, answer["empty_bytes"], "bytes", "lower")
         report.add("bookkeeping per page, all cached", name, answer["full_bytes"], "bytes", "lower")
 
@@ -200,7 +201,7 @@ def main() -> None:
         console.print(
             f"{len(requests)} requests, {prompt_tokens / len(requests):,.0f} prompt tokens each; hit tokens: {hits}"
         )
-        growth(report, pool, [OURS] if args.quick else names, 3 if args.quick else 5)
+        growth(report, pool, [OURS] if args.quick else names, 1 if args.quick else 5)
         memory(report, pool, names)
     finish(report, args.json)
 

@@ -57,25 +57,31 @@ class Case:
 def cases(vocab_size: int, *, quick: bool) -> list[Case]:
     """Return the workloads: random prompts of 128 tokens, and chats that share a long beginning."""
     draw = random.Random(0)
-    length, new_tokens = (64, 24) if quick else (128, 128)
+    length, new_tokens, few = (32, 16, 2) if quick else (128, 128, 8)
+    cached = ("concat", "static", "pagedkv", "generate")
 
     def prompt(tokens: int) -> list[int]:
         return [draw.randrange(vocab_size) for _ in range(tokens)]
 
-    cached = ("concat", "static", "pagedkv", "generate")
-    shared, tails = prompt(128 if quick else 512), [prompt(24) for _ in range(16)]
-    few = 2 if quick else 8
-    ragged = [prompt(draw.randint(1, 300)) for _ in range(16 if quick else 64)]
-    random_name, shared_name = f"16 x ({length} + {new_tokens})", f"16 chats, shared {len(shared)}, + {new_tokens // 2}"
+    def prompts(count: int) -> list[list[int]]:
+        return [prompt(length) for _ in range(count)]
+
+    shared, tails = prompt(96 if quick else 512), [prompt(16) for _ in range(8 if quick else 16)]
+    ragged = [prompt(draw.randint(1, 60 if quick else 300)) for _ in range(16 if quick else 64)]
     found = [
-        Case(random_name, [prompt(length) for _ in range(16)], new_tokens, cached),
-        Case(shared_name, [shared + tail for tail in tails], new_tokens // 2, cached),
-        Case(f"16 x ({length} + {few})", [prompt(length) for _ in range(16)], few, ("none", *cached)),
+        Case(f"16 x ({length} + {new_tokens})", prompts(16), new_tokens, cached),
+        Case(
+            f"{len(tails)} chats, shared {len(shared)}, + {new_tokens // 2}",
+            [shared + t for t in tails],
+            new_tokens // 2,
+            cached,
+        ),
+        Case(f"16 x ({length} + {few})", prompts(16), few, ("none", *cached)),
         # A third of the pages that all of them would take.
-        Case(f"{len(ragged)} x (1..300 + 32), few pages", ragged, 32, cached, 60 if quick else 240),
+        Case(f"{len(ragged)} x (1..{max(map(len, ragged))} + 32), few pages", ragged, 32, cached, 24 if quick else 240),
     ]
     if not quick:
-        found.insert(1, Case("64 x (128 + 128)", [prompt(128) for _ in range(64)], 128, cached))
+        found.insert(1, Case("64 x (128 + 128)", prompts(64), 128, cached))
     return found
 
 
@@ -149,8 +155,9 @@ def main() -> None:
     model = loaded.model.to(getattr(torch, args.dtype))
     report = Report(f"Engine, {loaded.name}, {args.dtype}, {args.threads} threads, greedy")
     for case in cases(model.config.get_text_config(decoder=True).vocab_size, quick=args.quick):
-        console.print(f"{case.name} …", style="dim")
         measure(model, case, args.rounds or (1 if args.quick else 3), report)
+        rates = [f"{row.subject} {row.value:.1f}" for row in report.rows if row.case == case.name]
+        console.print(f"{case.name}: {', '.join(rates)} tok/s", style="dim", highlight=False)
     finish(report, args.json)
 
 

@@ -8,35 +8,36 @@ everywhere.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from .audit import audit
 from .committing import check_commit, commit_row
-from .decode import DecodeBatch
-from .errors import ForeignSequence, ReservationOpen, WrongThread
+from .debug import require_level, watch
+from .decode import DecodeBatch, all_one, one_each
 from .eviction import EvictionPolicy, make_policy
 from .groups import FullAttention
+from .holding import Holding
 from .ledger import Ledger, Room
 from .lifecycle import ResetReport, close_row, fork_row, open_row, reset, room_for, truncate_row
+from .observer import require_observer
 from .prompt import read_prompt
 from .reserving import Plan, reserve_rows
-from .sequence import Sequence
+from .sequence import CLOSED, Sequence
 from .stats import Stats, collect
+from .swapping import close_swapped
 from .tokens import count_of, counts_of, token_array, token_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
+    from .observer import Observer
     from .prefix_index import PageArray
     from .prompt import Prompt
 
 _MAX_PAGES = 2**31 - 1
 
 
-class BlockAllocator:
+class BlockAllocator(Holding):
     """Hands out the pages of one pool and keeps a block table per sequence.
 
     The first thread that calls it owns it; `hand_over` gives it to the next one that calls.
@@ -48,6 +49,9 @@ class BlockAllocator:
         prefix_cache: whether full pages can be found by other sequences with the same beginning.
         policy: which idle page is evicted first, by name (docs/eviction.md), or an `EvictionPolicy` of your own.
         clock: gives the time that sequences are marked with; by default the number of calls so far.
+        observer: hears what has succeeded (`Observer`); None costs nothing.
+        debug: how often `check` runs after operations: "off", "sampled" (every thousandth) or "every"; unless off,
+            sequences and other handles also remember the caller's file and line, for `leaks`.
 
     Attributes:
         ledger: the books; reading them is for audits and tests, changing them is not for anybody.
@@ -62,6 +66,8 @@ class BlockAllocator:
         prefix_cache: bool = True,
         policy: str | EvictionPolicy = "lru",
         clock: Callable[[], float] | None = None,
+        observer: Observer | None = None,
+        debug: str = "off",
     ) -> None:
         """Make a pool in which every page is free."""
         num_pages, page_size = count_of(num_pages, "num_pages"), count_of(page_size, "page_size")
@@ -75,14 +81,16 @@ class BlockAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = bool(prefix_cache)
-        self.ledger = Ledger(
+        ledger = Ledger(
             num_pages, page_size, len(self.groups), prefix_cache=self.prefix_cache, policy=make_policy(policy)
         )
-        self._calls = 0
+        super().__init__(ledger, clock, debug=require_level(debug))
         self._serial = 0
-        self._clock = clock
-        self._thread: int | None = None
-        self._batch: DecodeBatch | None = None
+        self._observer = observer
+        if observer is not None:
+            require_observer(observer).attached(num_pages, page_size)
+            ledger.pool.on_evicted = observer.evicted
+        watch(self, ledger, debug)
 
     # Sequences.
 
@@ -111,6 +119,15 @@ class BlockAllocator:
         sequence = self._handle(prompt, namespace)
         sequence._row = open_row(self.ledger, prompt, sequence)
         sequence._cached = sequence.num_tokens
+        if self._observer is not None:
+            self._observer.opened(
+                sequence.serial,
+                prompt.tokens,
+                sequence._cached,
+                namespace=namespace,
+                media=prompt.spans,
+                at=sequence.origin,
+            )
         return sequence
 
     def room(
@@ -143,6 +160,8 @@ class BlockAllocator:
         child = self._handle(sequence.prompt, sequence.namespace)
         child._row = fork_row(self.ledger, row, child)
         child._cached = sequence.num_cached_tokens
+        if self._observer is not None:
+            self._observer.forked(sequence.serial, child.serial, child.origin)
         return child
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
@@ -158,14 +177,21 @@ class BlockAllocator:
             self._batch = None
             truncate_row(self.ledger, row, num_tokens)
             sequence.prompt = sequence.prompt.cut(num_tokens, self.page_size)
+            if self._observer is not None:
+                self._observer.truncated(sequence.serial, num_tokens)
 
     def close(self, sequence: Sequence) -> None:
         """See `Sequence.close`."""
         self._enter()
-        (row,) = self._rows_of((sequence,))
-        self._batch = None
-        close_row(self.ledger, row)
-        sequence._row = -1
+        swap = self._swap_of(sequence)
+        if swap is not None:
+            close_swapped(self.ledger, swap)
+        else:
+            self._batch = None
+            close_row(self.ledger, sequence.row)
+            sequence._row = CLOSED
+        if self._observer is not None:
+            self._observer.closed(sequence.serial)
 
     # Steps.
 
@@ -187,13 +213,15 @@ class BlockAllocator:
             batch = DecodeBatch(self.ledger, sequences, rows) if DecodeBatch.suits(self.ledger, rows) else None
         else:
             rows = batch.rows
-        if batch is not None and _all_one(counts, batch.ones):
+        if batch is not None and all_one(counts, batch.ones):
             batch.reserve()
-            self._batch = batch
+            self._batch, numbers = batch, batch.ones
         else:
             numbers = counts_of(counts, len(rows), "counts")
             reserve_rows(self.ledger, rows, numbers)
             self._batch = None
+        if self._observer is not None:
+            self._observer.reserved([sequence.serial for sequence in sequences], numbers)
 
     def commit_batch(self, sequences: Iterable[Sequence], tokens: Any) -> None:
         """Say that the next tokens of every sequence have been written; the rest of each reservation is given back.
@@ -208,9 +236,11 @@ class BlockAllocator:
         self._enter()
         batch, sequences = self._batch, list(sequences)
         if batch is not None and batch.is_reserved and batch.sequences == sequences and not self.ledger.copies:
-            ids = _one_each(tokens, len(sequences))
+            ids = one_each(tokens, len(sequences))
             if ids is not None:
                 batch.commit(ids)
+                if self._observer is not None:
+                    self._observer.committed(batch.serials, list(ids.reshape(-1, 1)), batch.ones)
                 return
         rows = self._rows_of(sequences)
         entries = token_rows(tokens, len(rows))
@@ -219,6 +249,8 @@ class BlockAllocator:
         self._batch = None
         for row, entry in zip(rows, entries, strict=True):
             commit_row(self.ledger, row, len(entry), entry)
+        if self._observer is not None:
+            self._observer.committed([s.serial for s in sequences], entries, [len(entry) for entry in entries])
 
     def commit(self, sequence: Sequence, tokens: Any, count: int | None) -> None:
         """See `Sequence.commit`."""
@@ -229,6 +261,8 @@ class BlockAllocator:
         check_commit(self.ledger, row, number, ids)
         self._batch = None
         commit_row(self.ledger, row, number, ids)
+        if self._observer is not None:
+            self._observer.committed([sequence.serial], [ids], [number])
 
     # What the cache must do to its tensors.
 
@@ -275,7 +309,10 @@ class BlockAllocator:
         """
         self._enter()
         self._batch = None
-        return reset(self.ledger)
+        report = reset(self.ledger)
+        if self._observer is not None:
+            self._observer.was_reset()
+        return report
 
     def stats(self) -> Stats:
         """Return the numbers of this moment."""
@@ -291,63 +328,7 @@ class BlockAllocator:
         self._enter()
         audit(self.ledger)
 
-    # Threads.
-
-    def hand_over(self) -> None:
-        """Let go of the allocator: the next thread that calls it owns it."""
-        self._enter()
-        self._thread = None
-
-    def _enter(self) -> None:
-        """Count the call and refuse a second thread."""
-        thread = threading.get_ident()
-        if self._thread != thread:
-            if self._thread is not None:
-                raise WrongThread(
-                    f"the allocator belongs to thread {self._thread}, thread {thread} called; "
-                    "the owner must call hand_over() first"
-                )
-            self._thread = thread
-        self._calls += 1
-
     def _handle(self, prompt: Prompt, namespace: Hashable) -> Sequence:
-        now = self._calls if self._clock is None else self._clock()
         self._batch = None
         self._serial += 1
-        return Sequence(self, prompt, namespace, serial=self._serial, origin=now)
-
-    def _rows_of(self, sequences: Iterable[Sequence], at_rest: str = "") -> list[int]:
-        """Return the rows of different open sequences; ``at_rest`` names a verb that refuses open reservations."""
-        rows = []
-        for sequence in sequences:
-            if not isinstance(sequence, Sequence):
-                raise TypeError(f"sequences must be Sequence handles, had {type(sequence).__name__}")
-            if sequence._allocator is not self:
-                raise ForeignSequence(f"{sequence!r} was opened by another allocator")
-            rows.append(sequence.row)
-        if len(set(rows)) != len(rows):
-            raise ValueError("sequences must be different, one was given twice")
-        if at_rest:
-            for row in rows:
-                if self.ledger.rows.reserved(row):
-                    owner = self.ledger.rows.sequences[row]
-                    raise ReservationOpen(f"{at_rest} needs {owner!r} without a reservation; commit it first")
-        return rows
-
-
-def _all_one(counts: Any, ones: list[int]) -> bool:
-    if type(counts) is int:
-        return counts == 1
-    if isinstance(counts, np.ndarray | tuple):
-        counts = list(counts) if isinstance(counts, tuple) else counts.tolist()
-    # By type too: True and 1.0 are equal to 1 and are no counts.
-    return type(counts) is list and counts == ones and set(map(type, counts)) == {int}
-
-
-def _one_each(tokens: Any, length: int) -> Any:
-    """Return ``tokens`` as an array of one id per sequence, or None where they are something else."""
-    try:
-        ids = token_array(tokens)
-    except TypeError:
-        return None
-    return ids if len(ids) == length else None
+        return Sequence(self, prompt, namespace, serial=self._serial, origin=self._now(), where=self._where())

@@ -7,13 +7,14 @@ every other case.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .committing import index_full_tail
 from .errors import OutOfPages
+from .tokens import token_array
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -49,6 +50,7 @@ class DecodeBatch:
         self.sequences = sequences
         self.rows = rows
         self.ones = [1] * len(rows)
+        self.serials = [sequence.serial for sequence in sequences]
         self.is_reserved = False
         at = np.array(rows, np.int64)
         self._at = at
@@ -100,3 +102,22 @@ class DecodeBatch:
                 index_full_tail(self._ledger, row, block)
             due.blocks += 1
             self._tails[due.members] -= size
+
+
+def all_one(counts: Any, ones: list[int]) -> bool:
+    """Whether ``counts`` says one token for every sequence."""
+    if type(counts) is int:
+        return counts == 1
+    if isinstance(counts, np.ndarray | tuple):
+        counts = list(counts) if isinstance(counts, tuple) else counts.tolist()
+    # By type too: True and 1.0 are equal to 1 and are no counts.
+    return type(counts) is list and counts == ones and set(map(type, counts)) == {int}
+
+
+def one_each(tokens: Any, length: int) -> Any:
+    """Return ``tokens`` as an array of one id per sequence, or None where they are something else."""
+    try:
+        ids = token_array(tokens)
+    except TypeError:
+        return None
+    return ids if len(ids) == length else None

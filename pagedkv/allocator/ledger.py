@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from .eviction import EvictionPolicy
+    from .pins import Pin
     from .prefix_index import PageArray
+    from .swapping import Swap
     from .tokens import TokenArray
 
 
@@ -65,6 +67,8 @@ class Ledger:
         self.copies = PendingCopies(self.pool)
         self.scrubs = Scrubs(num_pages)
         self.counters = Counters()
+        self.pins: dict[int, Pin] = {}
+        self.swaps: dict[int, Swap] = {}
         self.content_policy = policy if isinstance(policy, ContentPolicy) else None
         self.identities = Identities(num_pages if self.content_policy else 0)
 
@@ -79,6 +83,14 @@ class Ledger:
             # Before the release: a source must become idle before its parents do.
             self.copies.drop_dead(pages)
         self.pool.release(pages)
+
+    def writers(self, page: int) -> int:
+        """Count the references that forbid each other to write the page: all but those of pending copies.
+
+        A pending copy only reads the page, and runs before anything is written.
+        """
+        refs = int(self.pool.refs[page])
+        return refs - list(self.copies.source_of.values()).count(page) if self.copies else refs
 
     def require_named(self, namespace: Hashable) -> None:
         """Raise where the policy asks what pages hold and the namespace has no name that outlives the process."""

@@ -135,8 +135,8 @@ class ResetReport:
 
     Attributes:
         dropped: idle pages that were freed.
-        still_held: pages that open sequences go on holding. No later sequence can find these, nor pages that these
-            sequences fill from now on, since their KV descends from the old.
+        still_held: pages that open sequences go on holding, those in host pools included. No later sequence can find
+            these, nor pages that these sequences fill from now on, since their KV descends from the old.
     """
 
     dropped: int
@@ -150,6 +150,10 @@ def reset(ledger: Ledger) -> ResetReport:
     """Make everything stored unfindable, for ever; free what nobody holds."""
     rows, pool, index = ledger.rows, ledger.pool, ledger.index
     dropped = pool.clear_index()
+    swapped = 0
+    for swap in ledger.swaps.values():
+        swap.forget_prefix()
+        swapped += len(swap.host_pages)
     for row in rows.live():
         old = rows.root[row]
         if old is None:
@@ -158,4 +162,4 @@ def reset(ledger: Ledger) -> ResetReport:
         rows.space[row] = root.serial
         if rows.ends[row]:
             rows.opaque_from[row] = 0
-    return ResetReport(dropped, pool.num_pages - 1 - pool.available)
+    return ResetReport(dropped, pool.num_pages - 1 - pool.available + swapped)

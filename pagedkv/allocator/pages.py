@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .steps import Deferred
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .eviction import EvictionPolicy
     from .prefix_index import PageArray, PrefixIndex
+    from .steps import StepInFlight
 
 
 class PagePool:
@@ -29,6 +34,8 @@ class PagePool:
         self.num_free = num_pages - 1
         self.num_idle = 0
         self.evictions = 0
+        self.deferred = Deferred()
+        self.on_evicted: Callable[[list[int]], None] | None = None
         self._least_free = num_pages - 1
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
@@ -69,11 +76,38 @@ class PagePool:
 
     def release(self, pages: PageArray) -> None:
         """Take a reference from each of the (different) pages, given last block first."""
+        if self.deferred.steps:
+            self._defer(pages)
+            return
         left = self.refs[pages] - 1
         self.refs[pages] = left
         gone = pages[left == 0]
-        if not gone.size:
-            return
+        if gone.size:
+            self._let_go(gone)
+
+    def _defer(self, pages: PageArray) -> None:
+        """Hand the references to the steps in flight, one for each page however often it is released."""
+        for page in pages.tolist():
+            if page in self.deferred.pages:
+                self.refs[page] -= 1
+            else:
+                self.pins[page] = self.pins.get(page, 0) + 1
+        self.deferred.add(pages)
+
+    def end_step(self, step: StepInFlight) -> None:
+        """Give back what has waited for the step, and for no other that is in flight."""
+        pages = self.deferred.end(step)
+        for page in pages.tolist():
+            if self.pins[page] == 1:
+                del self.pins[page]
+            else:
+                self.pins[page] -= 1
+        left = self.refs[pages] - 1
+        self.refs[pages] = left
+        self._let_go(pages[left == 0])
+
+    def _let_go(self, gone: PageArray) -> None:
+        """Make pages that have lost their last reference idle or free."""
         findable = self.index.indexed[gone]
         idle = gone[findable]
         if idle.size:
@@ -108,7 +142,7 @@ class PagePool:
         node = self.index.node_of[page]
         dropped = self.index.cut(node, block - node.start)
         self.policy.removed(dropped.tolist(), evicted=False)
-        freed = dropped[dropped != page]
+        freed = dropped[self.refs[dropped] == 0]  # a step in flight may hold what follows, though nobody else does
         self.num_idle -= freed.size
         self._put_back(freed)
 
@@ -127,6 +161,8 @@ class PagePool:
         self.policy.removed(dropped.tolist(), evicted=True)
         self.num_idle -= count
         self.evictions += count
+        if self.on_evicted is not None:
+            self.on_evicted(dropped.tolist())
         self._put_back(dropped)
 
     def _put_back(self, pages: PageArray) -> None:

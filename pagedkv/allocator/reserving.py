@@ -60,8 +60,9 @@ class Plan:
             if pool.refs[page] > 1:
                 return Tail.COPY
             return Tail.SPARE if books.tail_borrowed[row] or index.is_followed(page, block) else Tail.UNINDEX
-        # A pin here is a pending copy that reads the page, which runs before anything is written.
-        if pool.table_refs(page) - leaving.get(page, 0) > 1:
+        # What leaves while a step is in flight goes on being held by it.
+        gone = 0 if pool.deferred.steps else leaving.get(page, 0)
+        if self._ledger.writers(page) - gone > 1:
             leaving[page] = leaving.get(page, 0) + 1
             return Tail.COPY
         return Tail.WRITE

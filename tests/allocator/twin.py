@@ -14,7 +14,8 @@ from tests.allocator.model import Memory, Model, Seq, assert_agree
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Hashable, Sequence as Choices
+    from collections.abc import Callable, Hashable
+    from collections.abc import Sequence as Choices
 
     from pagedkv.allocator import Sequence
 
@@ -75,7 +76,8 @@ class Twin:
 
     def open(self, draw: Draw) -> None:
         """Open anything, or something that begins as an earlier sequence does."""
-        tokens, namespace = self._tokens(draw, draw.integer(0, 4 * PAGE + 1)), draw.choice([None, None, "a"])
+        tokens = self._tokens(draw, draw.integer(0, 4 * PAGE + 1))
+        namespace: Hashable = draw.choice([None, None, "a"])
         if len(self.real) >= MAX_SEQUENCES:
             return
         if self.real and draw.integer(0, 1):
@@ -125,9 +127,7 @@ class Twin:
     def commit_all(self, draw: Draw) -> None:
         """Write and commit every open reservation in one call."""
         chosen = self.reserved()
-        self._commit(
-            chosen, [self._next_tokens(draw, seq, seq.reserved) for seq in map(self.model.seqs.__getitem__, chosen)]
-        )
+        self._commit(chosen, [self._next_tokens(draw, seq, seq.reserved) for seq in self.model.seqs if seq.reserved])
 
     def abandon(self, draw: Draw) -> None:
         """Take a reservation back without having written anything."""

@@ -26,8 +26,8 @@ def feed(
     cache: PagedKVCache, rows: dict[Sequence, list[int]], histories: dict[Sequence, list[int]] | None = None
 ) -> None:
     """Run and commit one step, held against dense attention."""
-    stored: dict[Any, list[int]] = {sequence: [] for sequence in rows}
-    batch = run_step(cache, dict(rows), stored | dict(histories or {}))
+    stored: dict[Any, list[int]] = {sequence: [] for sequence in rows} | dict(histories or {})
+    batch = run_step(cache, rows, stored)
     cache.end_step(batch)  # type: ignore[arg-type]
 
 
