@@ -85,10 +85,15 @@ def fill(subject: Subject, num_pages: int, page_size: int, first: int) -> int:
 def grow(
     subject: Subject, num_pages: int, page_size: int, *, sequences: int, prompt: int, steps: int
 ) -> dict[str, Any]:
-    """Time admissions into a full pool and then ``steps`` decode steps of all ``sequences``."""
+    """Time admissions into a full pool and then ``steps`` decode steps of all ``sequences``.
+
+    Prompts are of ``prompt`` tokens and up to a page more, so that sequences do not all start a new page in one step.
+    """
     first = fill(subject, num_pages, page_size, 0)
     clock = time.thread_time
-    prompts = [list(range(first + i * prompt, first + (i + 1) * prompt)) for i in range(sequences)]
+    stride = prompt + page_size
+    starts = range(first, first + sequences * stride, stride)
+    prompts = [list(range(start, start + prompt + i % page_size)) for i, start in enumerate(starts)]
     start = clock()
     handles = [subject.admit(tokens)[0] for tokens in prompts]
     admit = clock() - start

@@ -45,34 +45,43 @@ class Silent:
 
 @dataclass(frozen=True)
 class Case:
-    """One workload: prompts, how many tokens each makes, and whom to ask."""
+    """One workload: prompts, how many tokens each makes, whom to ask, and pages if there are to be too few."""
 
     name: str
     prompts: list[list[int]]
     new_tokens: int
     subjects: tuple[str, ...]
+    num_pages: int | None = None
 
 
 def cases(vocab_size: int, *, quick: bool) -> list[Case]:
     """Return the workloads: random prompts of 128 tokens, and chats that share a long beginning."""
     draw = random.Random(0)
-    length, new_tokens = (64, 24) if quick else (128, 128)
+    length, new_tokens, few = (32, 16, 2) if quick else (128, 128, 8)
+    cached = ("concat", "static", "pagedkv", "generate")
 
     def prompt(tokens: int) -> list[int]:
         return [draw.randrange(vocab_size) for _ in range(tokens)]
 
-    cached = ("concat", "static", "pagedkv", "generate")
-    shared, tails = prompt(128 if quick else 512), [prompt(24) for _ in range(16)]
-    few = 2 if quick else 8
+    def prompts(count: int) -> list[list[int]]:
+        return [prompt(length) for _ in range(count)]
+
+    shared, tails = prompt(96 if quick else 512), [prompt(16) for _ in range(8 if quick else 16)]
+    ragged = [prompt(draw.randint(1, 60 if quick else 300)) for _ in range(16 if quick else 64)]
     found = [
-        Case(f"16 x ({length} + {new_tokens})", [prompt(length) for _ in range(16)], new_tokens, cached),
+        Case(f"16 x ({length} + {new_tokens})", prompts(16), new_tokens, cached),
         Case(
-            f"16 chats, shared {len(shared)}, + {new_tokens // 2}", [shared + t for t in tails], new_tokens // 2, cached
+            f"{len(tails)} chats, shared {len(shared)}, + {new_tokens // 2}",
+            [shared + t for t in tails],
+            new_tokens // 2,
+            cached,
         ),
-        Case(f"16 x ({length} + {few})", [prompt(length) for _ in range(16)], few, ("none", *cached)),
+        Case(f"16 x ({length} + {few})", prompts(16), few, ("none", *cached)),
+        # A third of the pages that all of them would take.
+        Case(f"{len(ragged)} x (1..{max(map(len, ragged))} + 32), few pages", ragged, 32, cached, 24 if quick else 240),
     ]
     if not quick:
-        found.insert(1, Case("64 x (128 + 128)", [prompt(128) for _ in range(64)], 128, cached))
+        found.insert(1, Case("64 x (128 + 128)", prompts(64), 128, cached))
     return found
 
 
@@ -81,7 +90,7 @@ def make_engine(model: Any, subject: str, case: Case) -> Engine:
     longest = max(map(len, case.prompts)) + case.new_tokens
     options: dict[str, Any] = {"max_batch": len(case.prompts), "max_len": longest}
     if subject == "pagedkv":
-        num_pages = 2 + len(case.prompts) * -(-longest // PAGE_SIZE)
+        num_pages = case.num_pages or 2 + len(case.prompts) * -(-longest // PAGE_SIZE)
         return Engine(model, num_pages=num_pages, page_size=PAGE_SIZE, watermark=0.0, **options)
     return Engine(model, backend=subject, **options)
 
@@ -129,6 +138,7 @@ def measure(model: Any, case: Case, rounds: int, report: Report) -> None:
         report.add(f"{case.name}: KV held at most", subject, peak.bytes_held / 2**20, "MiB", "lower")
         report.add(f"{case.name}: waste, mean", subject, 100 * served.memory.waste, "%", "lower")
     report.add(f"{case.name}: prompt tokens reused", "pagedkv", last["pagedkv"].prefix_tokens_reused, "tokens")
+    report.add(f"{case.name}: preemptions", "pagedkv", last["pagedkv"].preemptions, "requests", "lower")
     report.add(f"{case.name}: ties with generate", "pagedkv", ties, "tokens", "lower")
 
 
@@ -145,8 +155,9 @@ def main() -> None:
     model = loaded.model.to(getattr(torch, args.dtype))
     report = Report(f"Engine, {loaded.name}, {args.dtype}, {args.threads} threads, greedy")
     for case in cases(model.config.get_text_config(decoder=True).vocab_size, quick=args.quick):
-        console.print(f"{case.name} …", style="dim")
         measure(model, case, args.rounds or (1 if args.quick else 3), report)
+        rates = [f"{row.subject} {row.value:.1f}" for row in report.rows if row.case == case.name]
+        console.print(f"{case.name}: {', '.join(rates)} tok/s", style="dim", highlight=False)
     finish(report, args.json)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pagedkv.allocator.traces import Request
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-QUICK, FULL = 400, 3000
+QUICK, FULL = 400, 2000
 SLABS = 8  # requests of the maximum length that the memory holds
 SUBJECT = "pagedkv"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Self
@@ -45,6 +46,10 @@ class WorkerPool:
         for process in self._processes.values():
             process.kill()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):  # an order that a dead worker did not read
+                        pipe.close()
         for file in self._errors.values():
             file.close()
 

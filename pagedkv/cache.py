@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pagedkv.allocator import BlockAllocator, Room
+from pagedkv.allocator import BlockAllocator, Room, StepInFlight
 from pagedkv.allocator import Sequence as PagedSequence
 from pagedkv.attention import LayerSpec, copy_pages, paged_attention, write_kv
 from pagedkv.backend import CacheUsage
@@ -86,6 +86,7 @@ class PagedKVCache:
         self.layer_specs = [LayerSpec(scale=layer.k_dim**-0.5, window=layer.window) for layer in spec.layers]
         self._buffers = StepBuffers(max_batch, self.max_len, page_size, self.device)
         self._step: PagedStep | None = None
+        self._in_flight: StepInFlight | None = None
 
     @classmethod
     def from_config(
@@ -179,7 +180,8 @@ class PagedKVCache:
         """Make room for the next tokens of each sequence, and lay the step out; all sequences or none.
 
         Raises:
-            ValueError: if a sequence has no tokens, the batch is too large or a sequence too long.
+            ValueError: if a sequence has no tokens, other tokens than its prompt, or too many; or the batch is too
+                large.
             RuntimeError: if a step is in flight.
             OutOfPages: if the pool cannot take the whole step.
         """
@@ -194,7 +196,7 @@ class PagedKVCache:
         except BaseException:
             self.allocator.commit_batch(sequences, [[] for _ in sequences])
             raise
-        self._step = step
+        self._step, self._in_flight = step, self.allocator.begin_step()
         return step
 
     def _require_step(self, sequences: list[PagedSequence], tokens: list[list[int]]) -> None:
@@ -210,6 +212,7 @@ class PagedKVCache:
                     f"inputs must keep each sequence within max_len = {self.max_len} tokens, "
                     f"would take {sequence!r} to {sequence.num_tokens + len(row)}"
                 )
+            sequence.require_next(row)
 
     def _run_copies(self) -> None:
         """Clear and copy pages as the allocator asks, before anything is written to them."""
@@ -254,6 +257,8 @@ class PagedKVCache:
     def end_step(self, batch: StepBatch, *, keep: Mapping[PagedSequence, int] | None = None) -> None:
         """Commit the step's tokens; with ``keep`` only the first ``keep[seq]`` of a sequence, the rest is undone.
 
+        A sequence that was closed since `begin_step` is passed over; its pages were kept until now.
+
         Raises:
             ValueError: if ``keep`` names a sequence outside the step, or a count outside 0 to its new tokens.
         """
@@ -261,14 +266,20 @@ class PagedKVCache:
         tokens = step.tokens
         if keep is not None:
             tokens = _kept(step, keep)
-        self.allocator.commit_batch(step.sequences, tokens)
-        self._step = None
+        self._leave_step(step, tokens)
 
     def abandon_step(self, batch: StepBatch) -> None:
         """Take the step back: every length is as before `begin_step`."""
         step = self._current(batch)
-        self.allocator.commit_batch(step.sequences, [[] for _ in step.sequences])
-        self._step = None
+        self._leave_step(step, [[] for _ in step.sequences])
+
+    def _leave_step(self, step: PagedStep, tokens: list[list[int]]) -> None:
+        """Commit ``tokens`` to the step's sequences that are still open, and let go of what was freed meanwhile."""
+        rows = [(sequence, row) for sequence, row in zip(step.sequences, tokens, strict=True) if not sequence.closed]
+        self.allocator.commit_batch([sequence for sequence, _ in rows], [row for _, row in rows])
+        if self._in_flight is not None:
+            self._in_flight.end()
+        self._step = self._in_flight = None
 
     def _current(self, batch: StepBatch) -> PagedStep:
         if batch is not self._step or self._step is None:

@@ -108,9 +108,11 @@ def build(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
     The caller's random number generator is left as it was.
     """
+    # Before 5.20 transformers runs models with a softcap by SDPA, which drops it without a word.
+    options = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         for parameter in model.parameters():
             if parameter.dim() > 1 or not torch.any(parameter):
                 torch.nn.init.normal_(parameter, std=STD)

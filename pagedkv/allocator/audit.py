@@ -6,6 +6,7 @@ nothing. Each check is one function, so that a test can break one thing and see 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
     from .index_node import Node, Root
     from .ledger import Ledger
+    from .swapping import Swap
 
 
 def audit(ledger: Ledger) -> None:
     """Raise `InvariantViolation` at the first invariant that does not hold."""
-    for check in (_tables, _references, _states, _index, _paths, _writable, _copies, _unused_rows):
+    for check in (_tables, _references, _states, _index, _paths, _copies, _pins, _writable, _swaps, _unused_rows):
         check(ledger)
     if isinstance(ledger.index, GroupIndex):
         audit_groups(ledger, ledger.index)
@@ -177,28 +179,62 @@ def _paths(ledger: Ledger) -> None:
 
 def _writable(ledger: Ledger) -> None:
     """Prove that no page that may be written, reserved or an unlocked tail, is indexed or in another table."""
-    rows, pool, size = ledger.rows, ledger.pool, ledger.page_size
+    rows, size = ledger.rows, ledger.page_size
     for row in rows.live():
         start, reserved = int(rows.num_tokens[row]), rows.reserved(row)
         first = start // size if start % size == 0 or reserved or not rows.tail_locked[row] else rows.held(row)
         for page in (page for table in rows.tables for page in table[row, first : rows.held(row)].tolist()):
-            if ledger.index.indexed[page] or pool.table_refs(page) != 1:
+            if ledger.index.indexed[page] or ledger.writers(page) != 1:
                 _fail(ledger, "a page that may be written is indexed or shared", page=page, row=row)
 
 
 def _copies(ledger: Ledger) -> None:
-    """Prove that copies may be run all at once, each holds its source, and somebody holds each destination."""
+    """Prove that copies may be run all at once, and somebody holds each destination."""
     pool, sources = ledger.pool, ledger.copies.source_of
-    pins: dict[int, int] = {}
     for page, source in sources.items():
-        pins[source] = pins.get(source, 0) + 1
         if source in sources:
             _fail(ledger, "a page is source and destination of pending copies", page=source)
         if not pool.table_refs(page):
             _fail(ledger, "nobody holds the destination of a pending copy", page=page)
-    if pins != pool.pins:
-        unlike = set(pins.items()) ^ set(pool.pins.items())
-        _fail(ledger, "the pins are not those of the pending copies", page=min(unlike)[0])
+
+
+def _pins(ledger: Ledger) -> None:
+    """Prove that pins are those of pending copies (each holds its source), callers' pins and steps in flight."""
+    deferred = ledger.pool.deferred
+    held = [page for pin in ledger.pins.values() for page in pin.pages().tolist()]
+    pins = Counter([*ledger.copies.source_of.values(), *held, *deferred.pages])
+    if pins != ledger.pool.pins:
+        unlike = set(pins.items()) ^ set(ledger.pool.pins.items())
+        _fail(ledger, "the pins are not those of pending copies, pins and steps in flight", page=min(unlike)[0])
+    for page, newest in deferred.pages.items():
+        if newest < min(deferred.steps, default=newest + 1):
+            _fail(ledger, "a page waits for a step that is not in flight", page=page)
+
+
+def _swaps(ledger: Ledger) -> None:
+    """Prove that the books of each host pool balance, and that swapped sequences lie where their handles say."""
+    for swap in ledger.swaps.values():
+        sequence, pool, pages = swap.sequence, swap.host_pool, swap.host_pages
+        row = next((row for row, owner in enumerate(ledger.rows.sequences) if owner is sequence), -1)
+        if sequence._swap is not swap or not sequence.swapped or row != swap.row or (row < 0) != (swap.plan is None):
+            _fail_swap(swap, "a swapped sequence is not where its handle says")
+        if len(pages) != ledger.rows.blocks(swap.num_tokens) or swap.opaque_from < len(swap.known) // 4:
+            _fail_swap(swap, "a swapped sequence's length does not fit its host pages")
+        held = sorted(page for page, owner in pool.owners.items() if owner is sequence)
+        if sorted(pages) != held:
+            unlike = set(pages).symmetric_difference(held)
+            _fail_swap(swap, "a host page's owner is not the sequence swapped into it", min(unlike, default=None))
+        states = Counter([*pool.owners, *pool.free_pages])
+        wrong = next((page for page in range(pool.num_pages) if states[page] != 1), None)
+        if wrong is not None or len(states) != pool.num_pages:
+            _fail_swap(swap, "a host page must be either free or held, once", wrong)
+        strangers = [page for page, owner in pool.owners.items() if owner.closed or not owner.swapped]
+        if strangers:
+            _fail_swap(swap, "a host page is held by a sequence that is not swapped", strangers[0])
+
+
+def _fail_swap(swap: Swap, what: str, page: int | None = None) -> NoReturn:
+    raise InvariantViolation(what, page=page, owner=swap.sequence, origin=swap.sequence.origin)
 
 
 def _unused_rows(ledger: Ledger) -> None:

@@ -8,33 +8,36 @@ everywhere.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from .audit import audit
 from .committing import check_commit, commit_row
+from .debug import require_level, watch
 from .decode import DecodeBatch, all_one, one_each
-from .errors import ForeignSequence, ReservationOpen, WrongThread
 from .eviction import EvictionPolicy, make_policy
 from .groups import FullAttention, LayerGroup
+from .holding import Holding
 from .ledger import Ledger, Room
 from .lifecycle import ResetReport, check_truncate, close_row, fork_row, open_row, reset, room_for, truncate_row
+from .observer import require_observer
 from .prompt import read_prompt
 from .reserving import Plan, reserve_rows
-from .sequence import Sequence
+from .sequence import CLOSED, Sequence
 from .stats import Stats, collect
+from .swapping import close_swapped
 from .tokens import count_of, counts_of, token_array, token_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
+    from .observer import Observer
     from .prefix_index import PageArray
     from .prompt import Prompt
 
 _MAX_PAGES = 2**31 - 1
 
 
-class BlockAllocator:
+class BlockAllocator(Holding):
     """Hands out the pages of one pool and keeps a block table per sequence.
 
     The first thread that calls it owns it; `hand_over` gives it to the next one that calls.
@@ -47,6 +50,9 @@ class BlockAllocator:
         prefix_cache: whether full pages can be found by other sequences with the same beginning.
         policy: which idle page is evicted first, by name (docs/eviction.md), or an `EvictionPolicy` of your own.
         clock: gives the time that sequences are marked with; by default the number of calls so far.
+        observer: hears what has succeeded (`Observer`); None costs nothing.
+        debug: how often `check` runs after operations: "off", "sampled" (every thousandth) or "every"; unless off,
+            sequences and other handles also remember the caller's file and line, for `leaks`.
 
     Attributes:
         ledger: the books; reading them is for audits and tests, changing them is not for anybody.
@@ -61,6 +67,8 @@ class BlockAllocator:
         prefix_cache: bool = True,
         policy: str | EvictionPolicy = "lru",
         clock: Callable[[], float] | None = None,
+        observer: Observer | None = None,
+        debug: str = "off",
     ) -> None:
         """Make a pool in which every page is free."""
         num_pages, page_size = count_of(num_pages, "num_pages"), count_of(page_size, "page_size")
@@ -76,14 +84,14 @@ class BlockAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = bool(prefix_cache)
-        self.ledger = Ledger(
-            num_pages, page_size, self.groups, prefix_cache=self.prefix_cache, policy=make_policy(policy)
-        )
-        self._calls = 0
+        ledger = Ledger(num_pages, page_size, self.groups, prefix_cache=self.prefix_cache, policy=make_policy(policy))
+        super().__init__(ledger, clock, debug=require_level(debug))
         self._serial = 0
-        self._clock = clock
-        self._thread: int | None = None
-        self._batch: DecodeBatch | None = None
+        self._observer = observer
+        if observer is not None:
+            require_observer(observer).attached(num_pages, page_size)
+            ledger.pool.on_evicted = observer.evicted
+        watch(self, ledger, debug)
 
     # Sequences.
 
@@ -112,6 +120,15 @@ class BlockAllocator:
         sequence = self._handle(prompt, namespace)
         sequence._row = open_row(self.ledger, prompt, sequence)
         sequence._cached = sequence.num_tokens
+        if self._observer is not None:
+            self._observer.opened(
+                sequence.serial,
+                prompt.tokens,
+                sequence._cached,
+                namespace=namespace,
+                media=prompt.spans,
+                at=sequence.origin,
+            )
         return sequence
 
     def room(
@@ -149,6 +166,8 @@ class BlockAllocator:
         child = self._handle(sequence.prompt, sequence.namespace)
         child._row = fork_row(self.ledger, row, child)
         child._cached = sequence.num_cached_tokens
+        if self._observer is not None:
+            self._observer.forked(sequence.serial, child.serial, child.origin)
         return child
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
@@ -160,13 +179,14 @@ class BlockAllocator:
             raise ValueError(
                 f"num_tokens must be at most {sequence.num_tokens}, what {sequence!r} has, was {num_tokens}"
             )
-        if num_tokens < sequence.num_tokens:
-            check_truncate(self.ledger, row, num_tokens)
+        check_truncate(self.ledger, row, num_tokens)
         self.ledger.rows.window_held[row] = False
         if num_tokens < sequence.num_tokens:
             self._batch = None
             truncate_row(self.ledger, row, num_tokens)
             sequence.prompt = sequence.prompt.cut(num_tokens, self.page_size)
+            if self._observer is not None:
+                self._observer.truncated(sequence.serial, num_tokens)
 
     def hold_window(self, sequence: Sequence) -> None:
         """See `Sequence.hold_window`."""
@@ -177,10 +197,15 @@ class BlockAllocator:
     def close(self, sequence: Sequence) -> None:
         """See `Sequence.close`."""
         self._enter()
-        (row,) = self._rows_of((sequence,))
-        self._batch = None
-        close_row(self.ledger, row)
-        sequence._row = -1
+        swap = self._swap_of(sequence)
+        if swap is not None:
+            close_swapped(self.ledger, swap)
+        else:
+            self._batch = None
+            close_row(self.ledger, sequence.row)
+            sequence._row = CLOSED
+        if self._observer is not None:
+            self._observer.closed(sequence.serial)
 
     # Steps.
 
@@ -204,11 +229,13 @@ class BlockAllocator:
             rows = batch.rows
         if batch is not None and all_one(counts, batch.ones):
             batch.reserve()
-            self._batch = batch
+            self._batch, numbers = batch, batch.ones
         else:
             numbers = counts_of(counts, len(rows), "counts")
             reserve_rows(self.ledger, rows, numbers)
             self._batch = None
+        if self._observer is not None:
+            self._observer.reserved([sequence.serial for sequence in sequences], numbers)
 
     def commit_batch(self, sequences: Iterable[Sequence], tokens: Any) -> None:
         """Say that the next tokens of every sequence have been written; the rest of each reservation is given back.
@@ -226,6 +253,8 @@ class BlockAllocator:
             ids = one_each(tokens, len(sequences))
             if ids is not None:
                 batch.commit(ids)
+                if self._observer is not None:
+                    self._observer.committed(batch.serials, list(ids.reshape(-1, 1)), batch.ones)
                 return
         rows = self._rows_of(sequences)
         entries = token_rows(tokens, len(rows))
@@ -234,6 +263,8 @@ class BlockAllocator:
         self._batch = None
         for row, entry in zip(rows, entries, strict=True):
             commit_row(self.ledger, row, len(entry), entry)
+        if self._observer is not None:
+            self._observer.committed([s.serial for s in sequences], entries, [len(entry) for entry in entries])
 
     def commit(self, sequence: Sequence, tokens: Any, count: int | None) -> None:
         """See `Sequence.commit`."""
@@ -244,6 +275,8 @@ class BlockAllocator:
         check_commit(self.ledger, row, number, ids)
         self._batch = None
         commit_row(self.ledger, row, number, ids)
+        if self._observer is not None:
+            self._observer.committed([sequence.serial], [ids], [number])
 
     # What the cache must do to its tensors.
 
@@ -290,7 +323,10 @@ class BlockAllocator:
         """
         self._enter()
         self._batch = None
-        return reset(self.ledger)
+        report = reset(self.ledger)
+        if self._observer is not None:
+            self._observer.was_reset()
+        return report
 
     def stats(self) -> Stats:
         """Return the numbers of this moment."""
@@ -306,45 +342,7 @@ class BlockAllocator:
         self._enter()
         audit(self.ledger)
 
-    # Threads.
-
-    def hand_over(self) -> None:
-        """Let go of the allocator: the next thread that calls it owns it."""
-        self._enter()
-        self._thread = None
-
-    def _enter(self) -> None:
-        """Count the call and refuse a second thread."""
-        thread = threading.get_ident()
-        if self._thread != thread:
-            if self._thread is not None:
-                raise WrongThread(
-                    f"the allocator belongs to thread {self._thread}, thread {thread} called; "
-                    "the owner must call hand_over() first"
-                )
-            self._thread = thread
-        self._calls += 1
-
     def _handle(self, prompt: Prompt, namespace: Hashable) -> Sequence:
-        now = self._calls if self._clock is None else self._clock()
         self._batch = None
         self._serial += 1
-        return Sequence(self, prompt, namespace, serial=self._serial, origin=now)
-
-    def _rows_of(self, sequences: Iterable[Sequence], at_rest: str = "") -> list[int]:
-        """Return the rows of different open sequences; ``at_rest`` names a verb that refuses open reservations."""
-        rows = []
-        for sequence in sequences:
-            if not isinstance(sequence, Sequence):
-                raise TypeError(f"sequences must be Sequence handles, had {type(sequence).__name__}")
-            if sequence._allocator is not self:
-                raise ForeignSequence(f"{sequence!r} was opened by another allocator")
-            rows.append(sequence.row)
-        if len(set(rows)) != len(rows):
-            raise ValueError("sequences must be different, one was given twice")
-        if at_rest:
-            for row in rows:
-                if self.ledger.rows.reserved(row):
-                    owner = self.ledger.rows.sequences[row]
-                    raise ReservationOpen(f"{at_rest} needs {owner!r} without a reservation; commit it first")
-        return rows
+        return Sequence(self, prompt, namespace, serial=self._serial, origin=self._now(), where=self._where())

@@ -19,30 +19,37 @@ if TYPE_CHECKING:
     from .tokens import TokenArray
 
 
+def require_prompt(ledger: Ledger, row: int, tokens: TokenArray) -> None:
+    """Raise `PromptMismatch` where ``tokens``, the row's next, are inside its prompt and differ from it."""
+    start, sequence = int(ledger.rows.num_tokens[row]), ledger.rows.sequences[row]
+    inside = min(int(ledger.rows.prompt_len[row]) - start, len(tokens))
+    if inside <= 0 or sequence is None:
+        return
+    prompt = sequence.prompt.tokens[start : start + inside]
+    unlike = np.flatnonzero(prompt != tokens[:inside])
+    if unlike.size:
+        at = int(unlike[0])
+        raise PromptMismatch(
+            f"tokens must equal the prompt of {sequence!r}: at position {start + at} it has {prompt[at]}, "
+            f"{tokens[at]} was given"
+        )
+
+
 def check_commit(ledger: Ledger, row: int, count: int, tokens: TokenArray | None) -> None:
     """Raise where ``count`` tokens (None: that no token names) may not be committed to the row."""
     rows, size = ledger.rows, ledger.page_size
     start, reserved = int(rows.num_tokens[row]), rows.reserved(row)
     if count > reserved:
         raise NotReserved(f"{count} tokens committed to {rows.sequences[row]!r}, {reserved} are reserved")
-    sequence = rows.sequences[row]
-    inside = min(int(rows.prompt_len[row]) - start, count)
-    if tokens is not None and inside > 0 and sequence is not None:
-        prompt = sequence.prompt.tokens[start : start + inside]
-        unlike = np.flatnonzero(prompt != tokens[:inside])
-        if unlike.size:
-            at = int(unlike[0])
-            raise PromptMismatch(
-                f"tokens must equal the prompt of {sequence!r}: at position {start + at} it has {prompt[at]}, "
-                f"the commit has {tokens[at]}"
-            )
+    if tokens is not None:
+        require_prompt(ledger, row, tokens)
     if count and ledger.copies:
         written = slice(start // size, rows.blocks(start + count))
         page = ledger.copies.touch(np.concatenate([table[row, written] for table in rows.tables]))
         if page is not None:
             raise CopiesPending(
-                f"page {page} of {sequence!r} is part of a copy that was not acknowledged: run take_copies() before "
-                "writing, then call acknowledge_copies()"
+                f"page {page} of {rows.sequences[row]!r} is part of a copy that was not acknowledged: run "
+                "take_copies() before writing, then call acknowledge_copies()"
             )
 
 

@@ -40,7 +40,7 @@ class PendingCopies:
     def drop_dead(self, pages: PageArray) -> None:
         """Drop the copies into those of ``pages`` that are about to lose their last reference."""
         for page in pages.tolist():
-            if page in self.source_of and self._pool.refs[page] == 1:
+            if page in self.source_of and self._pool.table_refs(page) == 1:
                 self._taken.pop(page, None)
                 self._pool.unpin(self.source_of.pop(page))
 

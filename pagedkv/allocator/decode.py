@@ -50,6 +50,7 @@ class DecodeBatch:
         self.sequences = sequences
         self.rows = rows
         self.ones = [1] * len(rows)
+        self.serials = [sequence.serial for sequence in sequences]
         self.is_reserved = False
         at = np.array(rows, np.int64)
         self._at = at
@@ -106,7 +107,7 @@ class DecodeBatch:
 
 
 def all_one(counts: Any, ones: list[int]) -> bool:
-    """Whether ``counts``, as the caller of `reserve_batch` gave it, is one for each of the sequences."""
+    """Whether ``counts`` says one token for every sequence."""
     if type(counts) is int:
         return counts == 1
     if isinstance(counts, np.ndarray | tuple):

@@ -30,6 +30,26 @@ class SequenceClosed(RuntimeError):
     """A sequence was used after `close`."""
 
 
+class SequenceSwapped(RuntimeError):
+    """A sequence was used that lies in a host pool, or is on its way; only `close` and `swap_in` take such a one."""
+
+
+class PlanOpen(RuntimeError):
+    """A sequence was closed or swapped whose swap plan has neither been finished nor cancelled."""
+
+
+class PlanSettled(RuntimeError):
+    """A swap plan was finished or cancelled a second time."""
+
+
+class AlreadyUnpinned(RuntimeError):
+    """A pin was used after `unpin`."""
+
+
+class StepEnded(RuntimeError):
+    """A step was ended a second time, or by another allocator."""
+
+
 class ForeignSequence(ValueError):
     """A sequence was given to an allocator that did not open it."""
 

@@ -72,7 +72,7 @@ def _tell_stored(ledger: Ledger, index: GroupIndex, row: int, added: Blocks, new
     assert policy is not None
     assert sequence is not None
     count = len(added.tokens) // index.page_bytes
-    before = _path_tokens(ledger, index, row, added.first)
+    before = ledger.path_tokens(row, added.first)
     media, start = sequence.prompt.media, namespace_digest(sequence.namespace)
     digests = chain(start, before + added.tokens, added.first + count, media)[added.first :]
     for group in range(len(ledger.spans)):
@@ -81,14 +81,3 @@ def _tell_stored(ledger: Ledger, index: GroupIndex, row: int, added: Blocks, new
             salt = b"" if group == index.lead else group.to_bytes(2, "little")
             names = [blake2b(name + salt, digest_size=DIGEST_BYTES).digest() if salt else name for _, name in mine]
             policy.stored([page for page, _ in mine], names)
-
-
-def _path_tokens(ledger: Ledger, index: GroupIndex, row: int, depth: int) -> bytes:
-    """Return the tokens of the row's indexed blocks before ``depth``."""
-    node, parts = ledger.rows.cursor[row], list[bytes]()
-    assert node is not None
-    node = index.at_depth(node, depth)
-    while node.parent is not None:
-        parts.append(bytes(node.tokens[: (depth - node.start) * index.page_bytes]))
-        node, depth = node.parent, node.start
-    return b"".join(reversed(parts))

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from .eviction import EvictionPolicy
     from .groups import LayerGroup
     from .index_node import Node
+    from .pins import Pin
     from .prefix_index import PageArray
+    from .swapping import Swap
     from .tokens import TokenArray
 
 
@@ -55,9 +57,9 @@ class Counters:
 class Ledger:
     """All state of an allocator.
 
-    ``spans`` says what each layer group needs, ``windows`` which groups give pages back, and ``is_plain`` that there is
-    one full-attention group and no other. ``nothing_opaque`` is the ``opaque_from`` of a row whose KV may all be
-    indexed; without a prefix cache none may.
+    ``spans`` says what each of the ``groups`` needs, ``windows`` which of them give pages back, and ``is_plain`` that
+    there is one full-attention group and no other. ``nothing_opaque`` is the ``opaque_from`` of a row whose KV may all
+    be indexed; without a prefix cache none may.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Ledger:
         policy: EvictionPolicy,
     ) -> None:
         """Start with every page free."""
+        self.groups = groups
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.nothing_opaque = NEVER if prefix_cache else 0
@@ -87,6 +90,8 @@ class Ledger:
         self.copies = PendingCopies(self.pool)
         self.scrubs = Scrubs(num_pages)
         self.counters = Counters()
+        self.pins: dict[int, Pin] = {}
+        self.swaps: dict[int, Swap] = {}
         self.content_policy = policy if isinstance(policy, ContentPolicy) else None
         self.identities = Identities(num_pages if self.content_policy else 0)
 
@@ -101,6 +106,14 @@ class Ledger:
             # Before the release: a source must become idle before its parents do.
             self.copies.drop_dead(pages)
         self.pool.release(pages)
+
+    def writers(self, page: int) -> int:
+        """Count the references that forbid each other to write the page: all but those of pending copies.
+
+        A pending copy only reads the page, and runs before anything is written.
+        """
+        refs = int(self.pool.refs[page])
+        return refs - list(self.copies.source_of.values()).count(page) if self.copies else refs
 
     def require_named(self, namespace: Hashable) -> None:
         """Raise where the policy asks what pages hold and the namespace has no name that outlives the process."""
@@ -133,6 +146,16 @@ class Ledger:
         start = max(first, span.sink_blocks)
         end = 0 if self.rows.window_held[row] else span.keep_from(int(self.rows.num_tokens[row]))
         return np.arange(start, max(start, end), dtype=np.int32)
+
+    def path_tokens(self, row: int, depth: int) -> bytes:
+        """Return the tokens of a row's first ``depth`` blocks, all findable, as the index has them."""
+        node, parts = self.rows.cursor[row], list[bytes]()
+        assert node is not None
+        node = self.index.at_depth(node, depth)
+        while node.parent is not None:
+            parts.append(bytes(node.tokens[: (depth - node.start) * self.index.page_bytes]))
+            node, depth = node.parent, node.start
+        return b"".join(reversed(parts))
 
     def anchors(self) -> dict[Node, int]:
         """Return every index node that an open sequence's path runs through, with the depth it needs."""

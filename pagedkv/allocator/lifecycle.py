@@ -47,7 +47,7 @@ def room_for(ledger: Ledger, prompt: Prompt, growth: int, chunk: int | None) -> 
             hits = np.array([page for block, page in _pages_of(ledger, match, group) if block < whole], np.int32)
             needed += _window_room(ledger.spans[group], whole, end, step=step, idle=ledger.pool.num_idle_among(hits))
     needed += (end - whole) * (len(ledger.spans) - len(ledger.windows))
-    return Room(needed, ledger.pool.available - ledger.pool.num_idle_among(_hits(ledger, match, whole)))
+    return Room(needed, ledger.pool.available - ledger.pool.num_idle_among(hits_of(ledger, match, whole)))
 
 
 def _window_room(span: Span, whole: int, end: int, *, step: int, idle: int) -> int:
@@ -68,7 +68,7 @@ def _pages_of(ledger: Ledger, match: Match, group: int) -> list[tuple[int, int]]
     return list(match.sheets[index.others.index(group)].items()) if match.sheets else []
 
 
-def _hits(ledger: Ledger, match: Match, end: int) -> PageArray:
+def hits_of(ledger: Ledger, match: Match, end: int) -> PageArray:
     """Return the pages before block ``end`` of a match, of all groups, full attention's first."""
     if ledger.is_plain:
         return np.array([*match.pages, match.tail_page][:end], np.int32)
@@ -81,12 +81,12 @@ def open_row(ledger: Ledger, prompt: Prompt, sequence: Sequence) -> int:
     pool, rows, size = ledger.pool, ledger.rows, ledger.page_size
     match = find(ledger, prompt)
     whole, tail = len(match.pages), match.tail_tokens
-    hits = _hits(ledger, match, whole + (tail > 0))
+    hits = hits_of(ledger, match, whole + (tail > 0))
     if tail and pool.available - pool.num_idle_among(hits) < len(ledger.spans):
         # The first write would have to copy the last pages, and there is no room for that.
         match = whole_hit(ledger, match)
         whole, tail = len(match.pages), 0
-        hits = _hits(ledger, match, whole)
+        hits = hits_of(ledger, match, whole)
     root = ledger.index.enter(prompt.namespace)
     row = rows.claim()
     rows.ensure_width(whole + (tail > 0))
@@ -214,8 +214,8 @@ class ResetReport:
 
     Attributes:
         dropped: idle pages that were freed.
-        still_held: pages that open sequences go on holding. No later sequence can find these, nor pages that these
-            sequences fill from now on, since their KV descends from the old.
+        still_held: pages that open sequences go on holding, those in host pools included. No later sequence can find
+            these, nor pages that these sequences fill from now on, since their KV descends from the old.
     """
 
     dropped: int
@@ -229,6 +229,10 @@ def reset(ledger: Ledger) -> ResetReport:
     """Make everything stored unfindable, for ever; free what nobody holds."""
     rows, pool, index = ledger.rows, ledger.pool, ledger.index
     dropped = pool.clear_index()
+    swapped = 0
+    for swap in ledger.swaps.values():
+        swap.forget_prefix()
+        swapped += len(swap.host_pages)
     for row in rows.live():
         old = rows.root[row]
         if old is None:
@@ -237,4 +241,4 @@ def reset(ledger: Ledger) -> ResetReport:
         rows.space[row] = root.serial
         if rows.ends[row]:
             rows.opaque_from[row] = 0
-    return ResetReport(dropped, pool.num_pages - 1 - pool.available)
+    return ResetReport(dropped, pool.num_pages - 1 - pool.available + swapped)

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .group_index import GroupIndex
+from .steps import Deferred
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .eviction import EvictionPolicy
     from .index_node import Node
     from .prefix_index import PageArray, PrefixIndex
+    from .steps import StepInFlight
 
 
 class PagePool:
@@ -32,6 +36,8 @@ class PagePool:
         self.num_free = num_pages - 1
         self.num_idle = 0
         self.evictions = 0
+        self.deferred = Deferred()
+        self.on_evicted: Callable[[list[int]], None] | None = None
         self._least_free = num_pages - 1
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
 
@@ -72,11 +78,38 @@ class PagePool:
 
     def release(self, pages: PageArray) -> None:
         """Take a reference from each of the (different) pages, given last block first."""
+        if self.deferred.steps:
+            self._defer(pages)
+            return
         left = self.refs[pages] - 1
         self.refs[pages] = left
         gone = pages[left == 0]
-        if not gone.size:
-            return
+        if gone.size:
+            self._let_go(gone)
+
+    def _defer(self, pages: PageArray) -> None:
+        """Hand the references to the steps in flight, one for each page however often it is released."""
+        for page in pages.tolist():
+            if page in self.deferred.pages:
+                self.refs[page] -= 1
+            else:
+                self.pins[page] = self.pins.get(page, 0) + 1
+        self.deferred.add(pages)
+
+    def end_step(self, step: StepInFlight) -> None:
+        """Give back what has waited for the step, and for no other that is in flight."""
+        pages = self.deferred.end(step)
+        for page in pages.tolist():
+            if self.pins[page] == 1:
+                del self.pins[page]
+            else:
+                self.pins[page] -= 1
+        left = self.refs[pages] - 1
+        self.refs[pages] = left
+        self._let_go(pages[left == 0])
+
+    def _let_go(self, gone: PageArray) -> None:
+        """Make pages that have lost their last reference idle or free."""
         findable = self.index.indexed[gone]
         idle = gone[findable]
         if idle.size:
@@ -111,7 +144,7 @@ class PagePool:
     def unindex(self, pages: list[int], block: int) -> None:
         """Take a block's pages, held by one table alone, out of the index, so that they may be written.
 
-        What follows the block is freed.
+        What follows the block is freed, or made unfindable where a step in flight still holds it.
         """
         self._forget(self.index.release_block(self.index.node_of[pages[0]], block, pages), evicted=False)
 
@@ -143,6 +176,8 @@ class PagePool:
             dropped = dropped[~held]
         if dropped.size:
             self.policy.removed(dropped.tolist(), evicted=evicted)
+            if evicted and self.on_evicted is not None:
+                self.on_evicted(dropped.tolist())
         self.num_idle -= dropped.size
         self._put_back(dropped)
         return int(dropped.size)

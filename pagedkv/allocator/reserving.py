@@ -34,7 +34,7 @@ class Plan:
         tails: per row what happens to the partial last page; after planning never SPARE.
         copied: per row the groups whose partial last page is copied if its tail is COPY.
         needed: pages in all, copies included.
-        available: pages that can be had: free, idle, and those that leave a window.
+        available: pages that can be had: free, idle, and those that leave a window while no step is in flight.
     """
 
     def __init__(self, ledger: Ledger, rows: Iterable[int], counts: Iterable[int]) -> None:
@@ -70,8 +70,9 @@ class Plan:
             return (Tail.SPARE if spare else Tail.UNINDEX), everywhere
         copied = []
         for group, page in enumerate(pages):
-            # A pin here is a pending copy that reads the page, which runs before anything is written.
-            if pool.table_refs(page) - leaving.get(page, 0) > 1:
+            # What leaves while a step is in flight goes on being held by it.
+            gone = 0 if pool.deferred.steps else leaving.get(page, 0)
+            if self._ledger.writers(page) - gone > 1:
                 leaving[page] = leaving.get(page, 0) + 1
                 copied.append(group)
         return (Tail.COPY if copied else Tail.WRITE), copied
@@ -79,6 +80,8 @@ class Plan:
     def _room_made(self) -> int:
         """Count the pages that nobody holds any more once those outside the windows have been given back."""
         ledger, going = self._ledger, dict[int, int]()
+        if ledger.pool.deferred.steps:
+            return 0  # the steps in flight hold them back
         for row, count in self.items:
             for group in ledger.windows if count else ():
                 for page in ledger.rows.tables[group][row, ledger.leaving(group, row)].tolist():

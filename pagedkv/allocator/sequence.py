@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from .errors import SequenceClosed
-from .tokens import count_of
+from .committing import require_prompt
+from .errors import SequenceClosed, SequenceSwapped
+from .tokens import count_of, token_array
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -20,20 +21,26 @@ if TYPE_CHECKING:
     from .ledger import Room
     from .prefix_index import PageArray
     from .prompt import Prompt
+    from .swapping import Swap
+
+
+CLOSED, SWAPPED = -1, -2  # in the place of a row
 
 
 class Sequence:
     """Tokens whose KV is stored in pages, made by `BlockAllocator.open` or `fork`; a context manager.
 
-    After `close` every use but `closed` and `repr` raises `SequenceClosed`.
+    After `close` every use but `closed` and `repr` raises `SequenceClosed`. While it lies in a host pool, or is on its
+    way, its lengths are known, `close` works, and everything else raises `SequenceSwapped`.
 
     Attributes:
         serial: its number among the allocator's sequences, from 1, as they were opened and forked.
         origin: the allocator's clock when it was opened.
+        where: the caller's file and line, where the allocator's ``debug`` is on.
         prompt: what it was opened with, less what `truncate` cut off.
     """
 
-    __slots__ = ("_allocator", "_cached", "_namespace", "_row", "origin", "prompt", "serial")
+    __slots__ = ("_allocator", "_cached", "_namespace", "_row", "_swap", "origin", "prompt", "serial", "where")
 
     def __init__(
         self,
@@ -43,38 +50,55 @@ class Sequence:
         *,
         serial: int,
         origin: float,
+        where: str | None,
     ) -> None:
         """Make a handle without a row; the allocator gives it one at once."""
         self._allocator = allocator
         self._namespace = namespace
-        self._row = -1
+        self._row = CLOSED
+        self._swap: Swap | None = None
         self._cached = 0
         self.prompt = prompt
         self.serial = serial
         self.origin = origin
+        self.where = where
 
     def __repr__(self) -> str:
+        if self._swap is not None:
+            return f"<Sequence {self.serial}, {self._swap.num_tokens} tokens, swapped>"
         if self._row < 0:
             return f"<Sequence {self.serial}, closed>"
         return f"<Sequence {self.serial}, {self._allocator.ledger.rows.num_tokens[self._row]} tokens>"
 
     def __enter__(self) -> Self:
-        self._live_row()
+        self._require_open()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._row >= 0:
+        if self._row != CLOSED:
             self.close()
 
     def _live_row(self) -> int:
         if self._row < 0:
-            raise SequenceClosed(f"{self!r} was used after close()")
+            self._require_open()
+            raise SequenceSwapped(
+                f"{self!r} lies in a host pool, or is on its way; swap_in() and finish the plan first"
+            )
         return self._row
+
+    def _require_open(self) -> None:
+        if self._row == CLOSED:
+            raise SequenceClosed(f"{self!r} was used after close()")
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._row < 0
+        return self._row == CLOSED
+
+    @property
+    def swapped(self) -> bool:
+        """Whether it lies in a host pool, or is on its way there or back."""
+        return self._row == SWAPPED
 
     @property
     def namespace(self) -> Hashable:
@@ -89,17 +113,19 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Tokens whose K and V are stored."""
+        if self._swap is not None:
+            return self._swap.num_tokens
         return int(self._allocator.ledger.rows.num_tokens[self._live_row()])
 
     @property
     def num_reserved(self) -> int:
         """Tokens of the open reservation; 0 where none is open."""
-        return self._allocator.ledger.rows.reserved(self._live_row())
+        return 0 if self._swap is not None else self._allocator.ledger.rows.reserved(self._live_row())
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens that were stored already when it was opened (a fork: when its parent was)."""
-        self._live_row()
+        self._require_open()
         return self._cached
 
     def reserve(self, num_tokens: int) -> None:
@@ -127,6 +153,15 @@ class Sequence:
             raise TypeError("commit takes either tokens or count=")
         self._allocator.commit(self, tokens, count)
 
+    def require_next(self, tokens: Any) -> None:
+        """Raise `PromptMismatch` where ``tokens`` cannot come next: inside the prompt they must equal it.
+
+        For callers who want to know before they compute; `commit` asks the same.
+        """
+        ledger, row = self._allocator.ledger, self._live_row()
+        if ledger.rows.num_tokens.item(row) < len(self.prompt.tokens):
+            require_prompt(ledger, row, token_array(tokens))
+
     def fork(self) -> Sequence:
         """Return a new sequence with the same tokens, sharing every page; a shared tail is copied on the first write.
 
@@ -151,13 +186,17 @@ class Sequence:
         self._allocator.hold_window(self)
 
     def close(self) -> None:
-        """Give every page back, also those of an open reservation."""
+        """Give every page back, also those of an open reservation and of a host pool.
+
+        Raises:
+            PlanOpen: a swap plan has neither been finished nor cancelled.
+        """
         self._allocator.close(self)
 
     def room(self, num_tokens: int) -> Room:
         """Say what `reserve` of ``num_tokens`` would take, copies included, and what there is; changes nothing.
 
-        Pages that have left a window go back in that reserve, so they count as available.
+        Pages that have left a window go back in that reserve, so they count as available, unless a step is in flight.
         """
         return self._allocator.room_to_grow(self, num_tokens)
 

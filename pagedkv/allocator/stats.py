@@ -19,8 +19,10 @@ class Stats:
         num_pages: usable pages, the null page not counted; always ``free + idle + referenced``.
         free: pages on the free list.
         idle: pages that nobody holds but a prefix can still be found in.
-        referenced: pages that sequences or pending copies hold, each once.
+        referenced: pages that sequences, pins, pending copies or steps in flight hold, each once.
+        deferred: of the referenced pages, those that only steps in flight hold back.
         sequences: open sequences.
+        swapped: further open sequences, which lie in a host pool.
         stored_tokens: tokens whose KV lies in referenced pages, a shared page's once; each layer group counts its own.
         held_slots: token slots of the referenced pages.
         prompt_tokens: tokens of all prompts ever opened.
@@ -35,7 +37,9 @@ class Stats:
     free: int
     idle: int
     referenced: int
+    deferred: int
     sequences: int
+    swapped: int
     stored_tokens: int
     held_slots: int
     prompt_tokens: int
@@ -71,7 +75,9 @@ def collect(ledger: Ledger) -> Stats:
         free=pool.num_free,
         idle=pool.num_idle,
         referenced=referenced,
+        deferred=sum(int(pool.refs[page]) == 1 for page in pool.deferred.pages),
         sequences=len(ledger.rows.live()),
+        swapped=sum(swap.row < 0 for swap in ledger.swaps.values()),
         stored_tokens=held_slots - _empty_slots(ledger),
         held_slots=held_slots,
         prompt_tokens=counters.prompt_tokens,
@@ -93,8 +99,17 @@ def _empty_slots(ledger: Ledger) -> int:
     partial = (lengths % size).nonzero()[0]
     for table in rows.tables:
         tails = table[live[partial], blocks[partial] - 1]
-        for page, fill in zip(tails.tolist(), (lengths[partial] % size).tolist(), strict=True):
-            filled[page] = max(filled.get(page, 0), fill)
+        for page, block, fill in zip(
+            tails.tolist(), (blocks[partial] - 1).tolist(), (lengths[partial] % size).tolist(), strict=True
+        ):
+            if page not in filled and pool.table_refs(page) > 1:
+                # A fork may have more in it than this sequence, which was cut.
+                longest = int(lengths[table[live, block] == page].max())
+                filled[page] = min(longest - block * size, size)
+            else:
+                filled[page] = max(filled.get(page, 0), fill)
     findable = ledger.index.indexed
-    empty = int(reserved.sum()) * size * len(rows.tables)
-    return empty + sum(size - fill for page, fill in filled.items() if not findable[page])
+    # A pin holds full pages only, also where a reset has made them unfindable.
+    full = {page for pin in ledger.pins.values() for page in pin.pages().tolist()}
+    empty = sum(size - fill for page, fill in filled.items() if not findable[page] and page not in full)
+    return int(reserved.sum()) * size * len(rows.tables) + empty

@@ -52,7 +52,7 @@ def books(allocator: BlockAllocator) -> tuple[object, ...]:
         ledger.pool.policy.victims(ledger.pool.num_idle),
         dict(ledger.pool.pins),
         ledger.index.indexed.tolist(),
-        [rows.tables[0][row, : rows.held(row)].tolist() for row in rows.live()],
+        [table[row, : rows.held(row)].tolist() for table in rows.tables for row in rows.live()],
         [values[rows.live()].tolist() for values in (rows.num_tokens, rows.ends, rows.opaque_from, rows.prompt_len)],
         dict(ledger.copies.source_of),
         sorted(map(str, ledger.index.roots)),

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pagedkv.allocator import BlockAllocator, InvariantViolation
+from pagedkv.allocator import BlockAllocator, HostPool, InvariantViolation
 from tests.allocator.helpers import extend, fill, run_copies, store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagedkv.allocator.ledger import Ledger
+    from pagedkv.allocator.swapping import Swap
 
 
 def lively() -> BlockAllocator:
@@ -24,6 +25,10 @@ def lively() -> BlockAllocator:
     second = first.fork()
     extend(allocator, second, [5])
     run_copies(allocator)
+    allocator.swap_out(fill(allocator, [6, 6, 7, 7]), HostPool(4)).finish()
+    allocator.pin([1, 2, 3, 4])
+    allocator.begin_step()
+    fill(allocator, [8, 8]).close()
     third = second.fork()
     third.truncate(5)
     third.reserve(4)
@@ -31,9 +36,15 @@ def lively() -> BlockAllocator:
     return allocator
 
 
+def away(ledger: Ledger) -> Swap:
+    """Return the record of the one swapped sequence."""
+    (swap,) = ledger.swaps.values()
+    return swap
+
+
 def set_(target: str) -> Callable[[Ledger], None]:
     """Return a breakage that runs one statement on ``ledger``."""
-    return lambda ledger: exec(target, {"ledger": ledger})
+    return lambda ledger: exec(target, {"ledger": ledger, "away": away})
 
 
 BREAKAGES = [
@@ -70,7 +81,32 @@ BREAKAGES = [
     ("ledger.rows.tail_locked[1] = False; ledger.rows.num_tokens[0] = 5", "may be written is indexed or shared"),
     ("ledger.copies.source_of[3] = next(iter(ledger.copies.source_of))", "source and destination"),
     ("ledger.copies.source_of[29] = 2", "nobody holds the destination"),
-    ("ledger.copies.source_of.clear()", "the pins are not those of the pending copies"),
+    (
+        "ledger.pool.pins[ledger.tables[0, 0]] += 1; ledger.pool.refs[ledger.tables[0, 0]] += 1",
+        "the pins are not those",
+    ),
+    ("ledger.pins.clear()", "the pins are not those of pending copies, pins and steps in flight"),
+    ("ledger.pool.deferred.pages.clear()", "the pins are not those of pending copies, pins and steps in flight"),
+    (
+        "ledger.pool.deferred.pages[next(iter(ledger.pool.deferred.pages))] = 0",
+        "waits for a step that is not in flight",
+    ),
+    ("ledger.pool.deferred.steps.clear()", "waits for a step that is not in flight"),
+    ("away(ledger).sequence._row = 0", "a swapped sequence is not where its handle says"),
+    ("away(ledger).sequence._swap = None", "a swapped sequence is not where its handle says"),
+    ("away(ledger).plan = 1", "a swapped sequence is not where its handle says"),
+    ("away(ledger).row = 3", "a swapped sequence is not where its handle says"),
+    ("away(ledger).num_tokens += 2", "length does not fit its host pages"),
+    ("away(ledger).opaque_from = 1", "length does not fit its host pages"),
+    ("away(ledger).host_pages[0] = away(ledger).host_pages[1]", "owner is not the sequence swapped into it"),
+    ("away(ledger).host_pool.owners[2] = ledger.rows.sequences[0]", "a host page must be either free or held, once"),
+    ("away(ledger).host_pool._free.append(2)", "a host page must be either free or held, once"),
+    ("away(ledger).host_pool._free.pop()", "a host page must be either free or held, once"),
+    (
+        "away(ledger).host_pool.owners[away(ledger).host_pool._free.pop()] = ledger.rows.sequences[0]",
+        "held by a sequence that is not swapped",
+    ),
+    ("ledger.copies.source_of.clear()", "the pins are not those of pending copies"),
     ("ledger.rows.num_tokens[7] = 3", "a row that nobody uses is not empty"),
     ("ledger.tables[7, 2] = 3", "a row that nobody uses is not empty"),
 ]

@@ -183,13 +183,13 @@ class GroupsMachine(RuleBasedStateMachine):
 
     def do_reserve(self, chosen: list[Seq], counts: list[int]) -> None:
         """Reserve, and compare what it took with a count of pages."""
-        before, stats = self.referenced(), self.allocator.stats()
+        stats = self.allocator.stats()
         leaving: Counter[int] = Counter()
         for seq, count in zip(chosen, counts, strict=True):
             for group in range(len(self.mix)) if count else ():
                 gone = self.held(seq, group) - self.held(self.after_slide(seq), group)
                 leaving.update(seq.real.block_table(group)[sorted(gone)].tolist())
-        returning = sum(before[page] == times for page, times in leaving.items())
+        returning = self.returning(leaving)
         blocks = sum(
             -(-(len(seq.tokens) + n) // PAGE) - -(-len(seq.tokens) // PAGE)
             for seq, n in zip(chosen, counts, strict=True)
@@ -213,6 +213,11 @@ class GroupsMachine(RuleBasedStateMachine):
         grown = self.allocator.stats().referenced - stats.referenced
         assert least - returning <= grown <= most - returning
         self.run_copies()
+
+    def returning(self, leaving: Counter[int]) -> int:
+        """Count the pages that nobody holds any more once tables have let go of them so many times."""
+        before = self.referenced()
+        return sum(before[page] == times for page, times in leaving.items())
 
     def after_slide(self, seq: Seq) -> Seq:
         """Return the sequence as its next reserve leaves it, before it grows."""

@@ -116,7 +116,7 @@ def test_prompt_is_checked() -> None:
     sequence = allocator.open([1, 2, 3, 4])
     sequence.reserve(6)
 
-    with pytest.raises(PromptMismatch, match="at position 2 it has 3, the commit has 9"):
+    with pytest.raises(PromptMismatch, match="at position 2 it has 3, 9 was given"):
         sequence.commit([1, 2, 9])
 
     sequence.commit([1, 2, 3, 4, 9])
@@ -233,6 +233,21 @@ def test_unnamed_tokens_are_never_found() -> None:
     assert 4 == hit(allocator, [1, 2, 3, 4, 5, 6, 7])
 
 
+def test_a_page_once_unnamed_is_not_indexed_after_a_cut() -> None:
+    """The ids of a full page that was not indexed are not kept, so a cut into it leaves it out of the index."""
+    allocator = BlockAllocator(16, 4)
+    sequence = fill(allocator, [1])
+    sequence.reserve(3)
+    sequence.commit(count=3)
+    allocator.reserve_batch([sequence], 1)
+    allocator.commit_batch([sequence], [9])
+    sequence.truncate(1)
+    extend(allocator, sequence, [5, 6, 7])
+    allocator.check()
+
+    assert (0, 0) == (hit(allocator, [9, 5, 6, 7, 0]), hit(allocator, [1, 5, 6, 7, 0]))
+
+
 def test_slots() -> None:
     """Slots are page id times page size plus offset, int64, reserved positions included."""
     allocator = BlockAllocator(8, 4)
@@ -294,6 +309,17 @@ def test_stats_count_shared_pages_once() -> None:
         sequence.close()
 
     assert (0, 0.0, 1) == (allocator.stats().stored_tokens, allocator.stats().waste, allocator.stats().idle)
+
+
+def test_stats_count_the_fullest_holder() -> None:
+    """A page that one fork has full and another has cut counts what the first has, indexed or not."""
+    for prefix_cache in (True, False):
+        allocator = BlockAllocator(16, 4, prefix_cache=prefix_cache)
+        parent = fill(allocator, range(7))
+        child = parent.fork()
+        child.truncate(2)
+
+        assert 7 == allocator.stats().stored_tokens
 
 
 def test_same_calls_same_ids() -> None:

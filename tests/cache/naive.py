@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pagedkv.spec import KVSpec, LayerKV
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pagedkv.cache import PagedKVCache
 
@@ -31,9 +31,9 @@ def tiny_spec(*, window: int | None = None, max_len: int = 64) -> KVSpec:
 
 
 def poisoned(cache: PagedKVCache) -> PagedKVCache:
-    """Fill every page with NaN, so that a slot which is read before it is written shows."""
+    """Fill every page with NaN (the largest number, where there is none), so that reading before writing shows."""
     for tensor in cache.page_tensors:
-        tensor.fill_(math.nan)
+        tensor.fill_(math.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
     return cache
 
 
@@ -86,12 +86,12 @@ def dense_attention(tokens: Sequence[int], layer: int, num_new: int, window: int
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
-def run_step(cache: PagedKVCache, rows: dict[object, list[int]], histories: dict[object, list[int]]) -> object:
+def run_step(cache: PagedKVCache, rows: Mapping[Any, list[int]], histories: Mapping[Any, list[int]]) -> object:
     """Begin a step with ``rows`` of new tokens, write and attend every layer, and hold the outputs against dense.
 
     ``histories[seq]`` are the tokens stored before. Returns the batch, still in flight.
     """
-    batch = cache.begin_step(rows)  # type: ignore[arg-type]
+    batch = cache.begin_step(rows)
     for layer in range(NUM_LAYERS):
         whole = [histories[seq] + new for seq, new in rows.items()]
         new_lens = [len(new) for new in rows.values()]

@@ -76,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
             rows[sequence] = (rest[: len(new)] + new[len(rest) :])[: len(new)]
         before = {sequence: sequence.num_tokens for sequence in chosen}
         try:
-            batch = run_step(self.cache, rows, self.histories)  # type: ignore[arg-type]
+            batch = run_step(self.cache, rows, self.histories)
         except OutOfPages as error:
             assert error.needed > error.available
             assert {sequence: sequence.num_tokens for sequence in chosen} == before

@@ -3,9 +3,9 @@
 Takes files and requests, drives a real `BlockAllocator`, and refuses to know models and clocks.
 """
 
+from ..observer import Observer
 from .belady import Belady, NextUses
 from .event_log import EventLog
-from .observer import Observer
 from .reader import read_trace
 from .replay import ReplayResult, replay
 from .request import Ids, Request, Runs, Trace, TraceError

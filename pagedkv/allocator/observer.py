@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from ..namespace import Media
-    from ..tokens import TokenArray
+    from .namespace import Media
+    from .tokens import TokenArray
+
+
+_EVENTS = ("attached", "opened", "reserved", "committed", "forked", "truncated", "closed", "evicted", "was_reset")
 
 
 class Observer(Protocol):
@@ -60,3 +63,11 @@ class Observer(Protocol):
 
     def was_reset(self) -> None:
         """Hear that everything stored so far was made unfindable."""
+
+
+def require_observer(observer: Observer) -> Observer:
+    """Return the observer, or raise TypeError where it lacks one of the protocol's methods."""
+    missing = [name for name in _EVENTS if not hasattr(observer, name)]
+    if missing:
+        raise TypeError(f"observer must have the methods of Observer, {type(observer).__name__} lacks {missing}")
+    return observer

@@ -1,0 +1,137 @@
+"""Layer groups with what holds pages besides sequences: steps in flight, pins, swap plans, and who is told of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedkv.allocator import BlockAllocator, FullAttention, HostPool, InvariantViolation, OutOfPages, SlidingWindow
+from tests.allocator.helpers import books, extend, fill, hit, store
+from tests.allocator.test_groups import POLICIES, held, pool
+from tests.allocator.test_observer import watched
+
+FULL = FullAttention()
+MIXES = [
+    (FULL, SlidingWindow(5)),
+    (SlidingWindow(6), FULL),
+    (SlidingWindow(4),),
+    (SlidingWindow(4, 2), SlidingWindow(9)),
+]
+
+
+def test_pages_that_leave_a_window_in_a_step_are_no_room_before_it_ends() -> None:
+    """The step may read them; so the reserve in which they leave, and those after it, must do without."""
+    allocator = pool(6, 4, SlidingWindow(4))
+    sequence = fill(allocator, range(16))
+    step = allocator.begin_step()
+    assert (1, 1) == sequence.room(4)
+    extend(allocator, sequence, [16, 17, 18, 19])
+    assert [3, 4] == held(sequence, 0)
+    assert (3, 5) == (allocator.stats().deferred, allocator.stats().referenced)
+    with pytest.raises(OutOfPages) as refused:
+        sequence.reserve(4)
+    assert (1, 0) == (refused.value.needed, refused.value.available)
+    allocator.check()
+    step.end()
+    assert (1, 4) == sequence.room(4)
+    sequence.reserve(4)
+    assert 0 == allocator.stats().deferred
+    allocator.check()
+
+
+@pytest.mark.parametrize("groups", MIXES)
+def test_a_close_in_a_step_leaves_what_a_close_leaves(groups: tuple[FullAttention | SlidingWindow, ...]) -> None:
+    """Once the step has ended as many pages are free and idle, and as much is found, as without it."""
+    found = []
+    for in_step in (False, True):
+        allocator = pool(60, 2, *groups)
+        sequence = fill(allocator, range(7))
+        for token in range(7, 19):
+            extend(allocator, sequence, [token])
+        idle = allocator.stats().idle
+        if in_step:
+            with allocator.begin_step():
+                sequence.close()
+                allocator.check()
+                assert idle == allocator.stats().idle
+        else:
+            sequence.close()
+        allocator.check()
+        stats = allocator.stats()
+        found.append((stats.free, stats.idle, [hit(allocator, range(length)) for length in range(20)]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pinned_prefixes_survive_in_every_group(policy: str) -> None:
+    """A pin holds what the next token sees of each group, so that the prefix is found after any scan."""
+    allocator = pool(20, 4, FULL, SlidingWindow(6), policy=policy)
+    store(allocator, range(16))
+    with allocator.pin(range(16)) as pin:
+        assert (16, 6) == (pin.num_tokens, len(pin.pages()))
+        assert 6 == allocator.stats().in_use
+        assert 24 == allocator.stats().stored_tokens
+        for scan in range(1, 5):
+            store(allocator, range(100 * scan, 100 * scan + 20))
+            allocator.check()
+        assert 16 == hit(allocator, range(17))
+        allocator.reset_prefix_cache()
+        assert 24 == allocator.stats().stored_tokens
+    assert (0, 19) == (allocator.stats().in_use, allocator.stats().free)
+    allocator.check()
+
+
+def test_a_page_pinned_in_one_group_is_not_written() -> None:
+    """A sequence that cuts into a pinned prefix writes into copies, in every group."""
+    allocator = pool(30, 4, SlidingWindow(6), FULL)
+    sequence = fill(allocator, range(12))
+    pin = allocator.pin(range(12))
+    sequence.truncate(10)
+    before = [int(sequence.block_table(group)[2]) for group in (0, 1)]
+    sequence.reserve(1)
+    after = [int(sequence.block_table(group)[2]) for group in (0, 1)]
+    assert [[a, b] for a, b in zip(before, after, strict=True)] == allocator.take_copies().tolist()
+    allocator.check()
+    pin.unpin()
+    allocator.check()
+
+
+@pytest.mark.parametrize("groups", [*MIXES, (FULL, FULL)])
+def test_swap_takes_one_full_attention_group(groups: tuple[FullAttention | SlidingWindow, ...]) -> None:
+    """With any other groups the way out is refused, with the groups in the message, and nothing has changed."""
+    allocator, host = pool(30, 4, *groups), HostPool(9)
+    sequence = fill(allocator, range(9))
+    before = books(allocator)
+    with pytest.raises(ValueError, match=r"groups must be one FullAttention\(\) for swap_out, was \("):
+        allocator.swap_out(sequence, host)
+    assert (before, 9, False) == (books(allocator), host.num_free, sequence.swapped)
+
+
+def test_leaks_count_the_pages_of_every_group() -> None:
+    """An owner's pages are those of all its tables; blocks that left a window are none."""
+    allocator = pool(40, 4, FULL, SlidingWindow(6))
+    sequence = fill(allocator, range(17))
+    sequence.reserve(1)
+    pin = allocator.pin(range(16))
+    assert [(sequence, 7), (pin, 6)] == [(leak.owner, leak.pages) for leak in allocator.leaks()]
+
+
+def test_evictions_of_every_group_are_told() -> None:
+    """The observer hears of exactly the pages that are findable no more, window pages and dead blocks included."""
+    allocator, notes = watched(9, 2, groups=(FULL, SlidingWindow(5)))
+    store(allocator, range(6))
+    index = allocator.ledger.index
+    before = set(index.indexed.nonzero()[0].tolist())
+    notes.take()
+    allocator.open([7] * 6).reserve(6)
+    told = [page for name, *event in notes.take() if name == "evicted" for page in event[0]]
+    assert sorted(before - set(index.indexed.nonzero()[0].tolist())) == sorted(told)
+    assert 4 <= len(told) == allocator.stats().evictions
+
+
+def test_every_operation_is_audited_in_every_group() -> None:
+    """Damage to a window group's books shows after the next operation, holding a window included."""
+    allocator = BlockAllocator(30, 2, groups=(FULL, SlidingWindow(5)), debug="every")
+    sequence = fill(allocator, range(4))
+    allocator.ledger.rows.tables[1][sequence.row, 0] = 0
+    with pytest.raises(InvariantViolation):
+        sequence.hold_window()
