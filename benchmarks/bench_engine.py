@@ -1,7 +1,7 @@
 """Measure how fast a batch engine goes over each cache, and how much KV memory it holds.
 
 The same greedy requests over backends ``none``, ``concat``, ``static`` and paged (``pagedkv``), and by transformers'
-``model.generate`` as one left-padded batch. Before anything is timed the paged tokens must be token-equal to
+``model.generate`` as one left-padded batch. No figure is shown unless the paged tokens are token-equal to
 ``generate``'s (the rule is in `pagedkv.engine.equality`). Rates are output tokens per wall second, prefill included.
 
 Backend ``none`` computes everything again for every token, so it is given a few new tokens only, in a case of its own,
@@ -57,7 +57,7 @@ class Case:
 def cases(vocab_size: int, *, quick: bool) -> list[Case]:
     """Return the workloads: random prompts of 128 tokens, and chats that share a long beginning."""
     draw = random.Random(0)
-    length, new_tokens, few = (32, 16, 2) if quick else (128, 128, 8)
+    length, new_tokens, few = (32, 16, 2) if quick else (128, 128, 4)
     cached = ("concat", "static", "pagedkv", "generate")
 
     def prompt(tokens: int) -> list[int]:
@@ -118,7 +118,10 @@ def require_token_equal(model: Any, case: Case, served: subjects.Served, stock: 
 
 
 def measure(model: Any, case: Case, rounds: int, report: Report) -> None:
-    """Check, then time every subject of the case in turn, ``rounds`` times; add rates, ratios and memory."""
+    """Run every subject of the case in turn, ``rounds`` times; check, then add rates, ratios and memory.
+
+    With more than one round the first warms up and is not counted.
+    """
     last: dict[str, subjects.Served] = {}
 
     def rate(subject: str) -> float:
@@ -126,9 +129,10 @@ def measure(model: Any, case: Case, rounds: int, report: Report) -> None:
         return last[subject].tokens_per_second
 
     runs: dict[str, Callable[[], float]] = {subject: partial(rate, subject) for subject in case.subjects}
-    interleave(runs, 1)  # warm up, and check before anything is timed
-    ties = require_token_equal(model, case, last["pagedkv"], last["generate"])
-    medians = interleave(runs, rounds)
+    subjects.warm_up(model)
+    first = interleave(runs, 1)
+    ties = require_token_equal(model, case, last["pagedkv"], last["generate"])  # before any figure is shown
+    medians = interleave(runs, rounds - 1) if rounds > 1 else first
     for subject, value in medians.items():
         report.add(case.name, subject, value, "tok/s")
     best = max(value for subject, value in medians.items() if subject != "pagedkv")
@@ -148,13 +152,17 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 3, quick: 1)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in their names")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console()
     loaded = load_model(args.model, lambda line: console.print(line, style="dim"))
     model = loaded.model.to(getattr(torch, args.dtype))
     report = Report(f"Engine, {loaded.name}, {args.dtype}, {args.threads} threads, greedy")
-    for case in cases(model.config.get_text_config(decoder=True).vocab_size, quick=args.quick):
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    for case in cases(vocab_size, quick=args.quick):
+        if args.only not in case.name:
+            continue
         measure(model, case, args.rounds or (1 if args.quick else 3), report)
         rates = [f"{row.subject} {row.value:.1f}" for row in report.rows if row.case == case.name]
         console.print(f"{case.name}: {', '.join(rates)} tok/s", style="dim", highlight=False)
