@@ -6,7 +6,7 @@ import pytest
 
 from pagedkv.allocator import BlockAllocator, FullAttention, HostPool, InvariantViolation, OutOfPages, SlidingWindow
 from tests.allocator.helpers import books, extend, fill, hit, store
-from tests.allocator.test_groups import POLICIES, held, pool
+from tests.allocator.test_groups import POLICIES, evict, held, pool
 from tests.allocator.test_observer import watched
 
 FULL = FullAttention()
@@ -59,6 +59,41 @@ def test_a_close_in_a_step_leaves_what_a_close_leaves(groups: tuple[FullAttentio
         stats = allocator.stats()
         found.append((stats.free, stats.idle, [hit(allocator, range(length)) for length in range(20)]))
     assert found[0] == found[1]
+
+
+def test_blocks_that_die_with_their_holder_go_when_the_step_ends() -> None:
+    """What only an open sequence kept from being dead is held by the step after its close, and freed at its end."""
+    allocator = pool(60, 2, FULL, SlidingWindow(5))
+    sequence = fill(allocator, range(10))
+    for _ in range(6):
+        sequence.reserve(2)
+        sequence.commit(count=2)
+    ledger = allocator.ledger
+    idle = (ledger.index.indexed & (ledger.pool.refs == 0)).nonzero()[0].tolist()
+    assert 5 == len(idle)
+    for page in idle:
+        evict(allocator, page)
+    with allocator.begin_step():
+        sequence.close()
+        allocator.check()
+        assert 0 == allocator.stats().idle
+    allocator.check()
+    assert (59, 0) == (allocator.stats().free, allocator.stats().idle)
+
+
+@pytest.mark.parametrize(("in_step", "copies"), [(False, 2), (True, 4)])
+def test_a_tail_that_a_step_reads_is_written_by_nobody(in_step: bool, copies: int) -> None:
+    """Of two forks that write at once one may keep the tails of all groups, unless a step in flight may read them."""
+    allocator = pool(30, 4, FULL, SlidingWindow(6))
+    one = fill(allocator, range(6))
+    two = one.fork()
+    step = allocator.begin_step() if in_step else None
+    allocator.reserve_batch([one, two], 1)
+    assert copies == len(allocator.take_copies())
+    allocator.check()
+    if step is not None:
+        step.end()
+    allocator.check()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
