@@ -115,6 +115,15 @@ def test_pinned_prefixes_survive_in_every_group(policy: str) -> None:
     allocator.check()
 
 
+def test_a_pin_ends_with_the_last_full_page() -> None:
+    """Where part of a further page is stored too, the pin still holds all that a hit of its full pages needs."""
+    allocator = pool(30, 4, FULL, SlidingWindow(6))
+    store(allocator, range(24))
+    pin = allocator.pin(range(14))
+    assert (12, 5) == (pin.num_tokens, len(pin.pages()))
+    allocator.check()
+
+
 def test_a_page_pinned_in_one_group_is_not_written() -> None:
     """A sequence that cuts into a pinned prefix writes into copies, in every group."""
     allocator = pool(30, 4, SlidingWindow(6), FULL)
