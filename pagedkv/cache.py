@@ -15,8 +15,9 @@ import torch
 from pagedkv.allocator import BlockAllocator, Room, StepInFlight
 from pagedkv.allocator import Sequence as PagedSequence
 from pagedkv.attention import LayerSpec, copy_pages, paged_attention, write_kv
+from pagedkv.attention.backends import backend_names
 from pagedkv.backend import CacheUsage
-from pagedkv.sizing import bytes_per_token, default_num_pages, parse_memory
+from pagedkv.sizing import bytes_per_token, default_num_pages, parse_memory, require_count, require_float_dtype
 from pagedkv.spec import KVSpec
 from pagedkv.step import PagedStep, StepBuffers
 
@@ -67,16 +68,16 @@ class PagedKVCache:
         check: bool = False,
     ) -> None:
         _require_page_size(page_size)
-        if max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1, was {max_batch}")
         stored = _stored_dtype(kv_dtype)
         self.spec = spec
         self.page_size = page_size
-        self.max_batch = max_batch
-        self.max_len = spec.max_len if max_len is None else max_len
-        if self.max_len < 1:
-            raise ValueError(f"max_len must be at least 1, was {max_len}")
-        self.dtype = dtype
+        self.max_batch = require_count("max_batch", max_batch)
+        self.max_len = spec.max_len if max_len is None else require_count("max_len", max_len)
+        self.dtype = require_float_dtype(dtype)
+        if attention_backend is not None and attention_backend not in backend_names():
+            raise ValueError(
+                f"attention_backend must be None or one of {', '.join(backend_names())}, was {attention_backend!r}"
+            )
         self.device = torch.device(device)
         self.allocator = BlockAllocator(num_pages, page_size, prefix_cache=prefix_cache, policy=policy)
         self.bytes_per_token = bytes_per_token(spec, dtype, stored)
@@ -115,7 +116,7 @@ class PagedKVCache:
             raise ValueError(f"memory and num_pages exclude each other, were {memory!r} and {num_pages!r}")
         _require_page_size(page_size)
         spec = KVSpec.from_config(config)
-        page_bytes = page_size * bytes_per_token(spec, dtype, _stored_dtype(kv_dtype))
+        page_bytes = page_size * bytes_per_token(spec, require_float_dtype(dtype), _stored_dtype(kv_dtype))
         if memory is not None:
             size = parse_memory(memory)
             num_pages = size // page_bytes
@@ -163,6 +164,7 @@ class PagedKVCache:
 
     def bind_layer(self, layer: int, spec: LayerSpec) -> None:
         """Say how ``layer`` attends; by default scaled by ``k_dim ** -0.5`` with the config's window."""
+        self._require_layer(layer)
         window = self.spec.layers[layer].window
         if spec.window != window:
             raise ValueError(f"spec.window of layer {layer} must be the config's {window}, was {spec.window}")
@@ -228,6 +230,7 @@ class PagedKVCache:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: StepBatch) -> None:
         """Store K ``[total_q, num_kv_heads, k_dim]`` and V ``[total_q, num_kv_heads, v_dim]`` of the step."""
+        self._require_layer(layer)
         step = self._current(batch)
         write_kv(
             k,
@@ -242,6 +245,7 @@ class PagedKVCache:
 
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Attend from q ``[total_q, num_q_heads, k_dim]`` to all that is stored: ``[total_q, num_q_heads, v_dim]``."""
+        self._require_layer(layer)
         step = self._current(batch)
         return paged_attention(
             q,
@@ -280,6 +284,10 @@ class PagedKVCache:
         if self._in_flight is not None:
             self._in_flight.end()
         self._step = self._in_flight = None
+
+    def _require_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.spec.num_layers:
+            raise ValueError(f"layer must be 0 to {self.spec.num_layers - 1}, was {layer}")
 
     def _current(self, batch: StepBatch) -> PagedStep:
         if batch is not self._step or self._step is None:

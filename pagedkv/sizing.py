@@ -31,6 +31,22 @@ _UNITS = {
 }
 
 
+def require_count(name: str, value: int) -> int:
+    """Return ``value`` if it is a whole number of at least 1; else raise TypeError or ValueError that names it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, was {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, was {value}")
+    return value
+
+
+def require_float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return ``dtype`` if K and V can be of it: a floating point torch.dtype; else raise TypeError."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating point torch.dtype, was {dtype!r}")
+    return dtype
+
+
 def parse_memory(memory: int | str) -> int:
     """Return ``memory`` in bytes; text is a number with a unit: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB.
 

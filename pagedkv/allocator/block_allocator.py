@@ -330,7 +330,7 @@ class BlockAllocator(Holding):
 
     def stats(self) -> Stats:
         """Return the numbers of this moment."""
-        self._enter()
+        self._look()
         return collect(self.ledger)
 
     def check(self) -> None:
@@ -339,7 +339,7 @@ class BlockAllocator(Holding):
         Raises:
             InvariantViolation: one does not hold; names the page, its owner and its origin.
         """
-        self._enter()
+        self._look()
         audit(self.ledger)
 
     def _handle(self, prompt: Prompt, namespace: Hashable) -> Sequence:

@@ -40,15 +40,18 @@ class Door:
 
     def _enter(self) -> None:
         """Count the call and refuse a second thread."""
-        thread = threading.get_ident()
-        if self._thread != thread:
-            if self._thread is not None:
-                raise WrongThread(
-                    f"the allocator belongs to thread {self._thread}, thread {thread} called; "
-                    "the owner must call hand_over() first"
-                )
-            self._thread = thread
+        self._look()
+        self._thread = threading.get_ident()
         self._calls += 1
+
+    def _look(self) -> None:
+        """Refuse a second thread, but leave the allocator to whoever uses it first: looking is no use."""
+        thread = threading.get_ident()
+        if self._thread not in {None, thread}:
+            raise WrongThread(
+                f"the allocator belongs to thread {self._thread}, thread {thread} called; "
+                "the owner must call hand_over() first"
+            )
 
     def _now(self) -> float:
         return self._calls if self._clock is None else self._clock()

@@ -173,6 +173,8 @@ class Sequence:
     def truncate(self, num_tokens: int) -> None:
         """Forget all tokens from ``num_tokens`` on, also what the prompt says of them.
 
+        Truncating to the present length changes nothing: what is left of the prompt still comes next.
+
         Raises:
             ReservationOpen: a reservation was not committed.
             ValueError: it has fewer tokens.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, default: str) -> None:
     """Declare ``--model`` and ``--threads``."""
     parser.add_argument("--model", metavar="NAME", help=f"a local folder or a hub name (default: {default})")
-    parser.add_argument("--threads", type=at_least_one, metavar="N", help="threads of torch (default: its own choice)")
+    parser.add_argument("--threads", type=thread_count, metavar="N", help="threads of torch (default: its own choice)")
 
 
 def at_least_one(text: str) -> int:
@@ -20,6 +21,14 @@ def at_least_one(text: str) -> int:
 def not_negative(text: str) -> int:
     """Parse an int of at least 0."""
     return _int_from(text, 0)
+
+
+def thread_count(text: str) -> int:
+    """Parse a number of threads: at least 1, at most four per core (the system would run out long before many)."""
+    value, most = at_least_one(text), 4 * (os.cpu_count() or 1)
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most}, four per core, was {text!r}")
+    return value
 
 
 def temperature(text: str) -> float:

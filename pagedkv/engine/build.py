@@ -36,6 +36,7 @@ def load_pretrained(
     Raises:
         ValueError: if there is no such folder or model, or the model is no decoder-only language model.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     name = os.fspath(name_or_path)
@@ -47,7 +48,7 @@ def load_pretrained(
         KVSpec.from_config(config)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype is None else dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"name_or_path must be a folder with a decoder-only model or a hub name, was {name!r}: {error}"
         ) from error

@@ -45,9 +45,10 @@ class Engine:
         num_pages: of the paged cache, instead of ``memory``; one of them is the null page.
         page_size: tokens per page.
         prefix_cache: whether requests share the pages of equal beginnings.
-        max_batch: the most requests running at a time; by default 32, or what the given cache allows if less.
+        max_batch: the most requests running at a time; by default 32, or less if the given cache or
+            ``max_step_tokens`` allow less.
         max_len: the most tokens of one request, prompt and generated together; by default the model's context.
-        max_step_tokens: the most input tokens of one step, prefill chunks and decode together.
+        max_step_tokens: the most input tokens of one step, prefill chunks and decode together; at least ``max_batch``.
         watermark: the share of the cache that new requests leave free beside running ones, 0 to below 1; by default
             0.01 for pages and 0 for baselines.
         seed: of the seeds of requests that bring none, for runs that can be repeated; None: from the system.
@@ -78,12 +79,14 @@ class Engine:
         """Build the cache and the runner, and try the model out on a few tokens."""
         from pagedkv.transformers import ModelRunner
 
+        if not hasattr(model, "config"):
+            raise TypeError(f"model must be a transformers model, was {type(model).__name__}")
         spec = KVSpec.from_config(model.config)
         context = spec.max_len if max_len is None else require_int("max_len", max_len, 1, spec.max_len)
         if max_batch is not None:
             require_int("max_batch", max_batch, 1)
         if backend is None or isinstance(backend, str):
-            max_batch = max_batch or DEFAULT_MAX_BATCH
+            max_batch = max_batch or min(DEFAULT_MAX_BATCH, require_int("max_step_tokens", max_step_tokens, 1))
             cache = make_backend(
                 backend or "paged",
                 model,
@@ -98,6 +101,8 @@ class Engine:
             if memory is not None or num_pages is not None:
                 raise ValueError("memory and num_pages must be None when backend is a cache of its own")
             cache = backend
+            if not hasattr(cache, "begin_step"):
+                raise TypeError(f"backend must be a name or a CacheBackend, was {type(cache).__name__}")
             max_batch = _batch_within(cache, max_batch)
             context = min(context, getattr(cache, "max_len", context))
         paged = cache if isinstance(cache, PagedKVCache) else None
@@ -241,6 +246,10 @@ class Engine:
             return prompt  # type: ignore[no-any-return]  # the core checks it
         if self.tokenizer is None:
             raise ValueError(f"prompt must be token ids for an engine without a tokenizer, was text: {prompt!r:.60}")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt must be text that UTF-8 can hold, was {prompt!r:.60}") from error
         return self.tokenizer.encode(prompt)
 
     def _advance(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from pagedkv.allocator import OutOfPages, PromptMismatch
+from pagedkv.allocator import OutOfPages, PromptMismatch, WrongThread
 from pagedkv.attention import LayerSpec
 from pagedkv.cache import PagedKVCache
 from tests.cache.naive import K_DIM, NUM_KV_HEADS, V_DIM, k_of, poisoned, q_of, run_step, tiny_spec, v_of
@@ -131,6 +132,7 @@ def test_sub_page_hits_copy_before_they_write() -> None:
         ({"max_batch": 0}, "max_batch must be at least 1, was 0"),
         ({"max_len": 0}, "max_len must be at least 1, was 0"),
         ({"kv_dtype": "int3"}, "kv_dtype must be None or one of .*, was 'int3'"),
+        ({"attention_backend": "abacus"}, "attention_backend must be None or one of .*, was 'abacus'"),
         ({"policy": "coin"}, "policy must be one of .*, was 'coin'"),
     ],
 )
@@ -138,6 +140,52 @@ def test_impossible_caches_are_refused(options: dict[str, Any], message: str) ->
     """Each argument that cannot be served is named with what it was."""
     with pytest.raises(ValueError, match=message):
         make_cache(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 2.5}, "max_batch must be a whole number, was 2.5"),
+        ({"max_len": "a"}, "max_len must be a whole number, was 'a'"),
+        ({"dtype": torch.int32}, "dtype must be a floating point torch.dtype, was torch.int32"),
+        ({"dtype": "float32"}, "dtype must be a floating point torch.dtype, was 'float32'"),
+    ],
+)
+def test_options_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
+    """What is no number, or no dtype that K and V can have, is named with what it was."""
+    with pytest.raises(TypeError, match=message):
+        make_cache(**options)
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+    """A layer counted from the end, or past it, is an off-by-one of the caller's, never the last layer."""
+    cache = make_cache()
+    sequence = cache.open([1])
+    batch = cache.begin_step({sequence: [1]})
+
+    for use in (
+        lambda: cache.write(layer, k_of([1], 0), v_of([1], 0), batch),
+        lambda: cache.attend(layer, q_of([1], 0), batch),
+        lambda: cache.bind_layer(layer, LayerSpec(scale=1.0)),
+    ):
+        with pytest.raises(ValueError, match=f"layer must be 0 to 1, was {layer}"):
+            use()
+
+
+def test_looking_at_usage_leaves_the_cache_to_the_thread_that_uses_it() -> None:
+    """A monitor may look before a worker thread begins; the first to use the cache owns it."""
+    cache = make_cache()
+    cache.usage()
+    outcome: list[object] = []
+
+    worker = threading.Thread(target=lambda: outcome.append(cache.open([1]).num_tokens))
+    worker.start()
+    worker.join()
+
+    assert outcome == [0]
+    with pytest.raises(WrongThread):
+        cache.open([1])
 
 
 def test_memory_and_pages_exclude_each_other() -> None:

@@ -135,3 +135,35 @@ def test_unreadable_file_is_named(content: bytes | None, tmp_path: Path) -> None
 
     with pytest.raises(CommandError, match=r"--file must be a readable UTF-8 file, '.*prompts\.txt': "):
         read_prompts([], path)
+
+
+def test_only_a_newline_ends_a_prompt(tmp_path: Path) -> None:
+    """Other separators stay inside their prompt; a byte order mark and carriage returns are no part of it."""
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffone\u2028same\r\ntwo\x0csame\n".encode())
+
+    assert ["one\u2028same", "two\x0csame"] == read_prompts([], path)
+
+
+def test_text_that_is_no_text_is_refused() -> None:
+    """Bytes that were no UTF-8 reach us as lone surrogates, which no tokenizer can read."""
+    with pytest.raises(CommandError, match="prompt 1 must be UTF-8 text, was "):
+        read_prompts(["\udcff"], None)
+
+
+def test_more_threads_than_the_system_has_are_refused(tiny_chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A number of threads that would take the system down is refused before anything starts."""
+    with pytest.raises(SystemExit):
+        main(["generate", "--model", str(tiny_chat), "--threads", "100000", "x"])
+    assert "four per core, was '100000'" in capsys.readouterr().err
+
+
+def test_a_broken_weights_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model folder whose weights were cut short is refused with the name of the folder."""
+    save_tiny_chat_model(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+
+    assert 2 == main(["generate", "--model", str(tmp_path), "x"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith("pagedkv: error: --model must be a folder with a decoder-only model")

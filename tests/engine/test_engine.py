@@ -143,6 +143,30 @@ def test_memory_bounds_the_baselines(backend: str) -> None:
         engine.add_request("long", [1] * 30, LENGTH)
 
 
+def test_what_is_no_model_or_no_cache_is_refused() -> None:
+    """A model, a backend and a prompt of another kind are named at the door."""
+    model = tiny("llama")
+
+    with pytest.raises(TypeError, match="model must be a transformers model, was NoneType"):
+        Engine(None)
+    with pytest.raises(TypeError, match="backend must be a name or a CacheBackend, was int"):
+        Engine(model, backend=3)  # type: ignore[arg-type]
+    engine = Engine(model, ByteTokenizer(), num_pages=40)
+    with pytest.raises(ValueError, match="prompt must be text that UTF-8 can hold"):
+        engine.add_request("a", "\udcff")
+    assert not engine.has_unfinished
+
+
+def test_few_step_tokens_allow_few_at_a_time() -> None:
+    """A small token budget bounds the batch by itself; only a batch that was asked for can contradict it."""
+    engine = Engine(tiny("llama"), num_pages=40, max_step_tokens=5)
+    answers = engine.generate([[1, 2, 3]] * 7, LENGTH)
+
+    assert 1 == len({answer.token_ids for answer in answers})
+    with pytest.raises(ValueError, match="max_step_tokens must be at least max_batch = 8, was 5"):
+        Engine(tiny("llama"), num_pages=40, max_batch=8, max_step_tokens=5)
+
+
 def test_an_unknown_folder_and_an_unusable_model_are_refused(tmp_path: Path) -> None:
     """Each says which argument, what it must be and what it was."""
     (tmp_path / "empty").mkdir()

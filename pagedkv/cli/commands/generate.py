@@ -81,16 +81,20 @@ def read_prompts(arguments: list[str], file: Path | None) -> list[str]:
         prompts += list(_lines(sys.stdin.read())) if argument == "-" else [argument]
     if file is not None:
         try:
-            prompts += list(_lines(file.read_text(encoding="utf-8")))
+            prompts += list(_lines(file.read_text(encoding="utf-8-sig")))
         except (OSError, UnicodeDecodeError) as error:
             raise CommandError(f"--file must be a readable UTF-8 file, {str(file)!r}: {first_line(error)}") from error
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise CommandError(f"prompt {number} must be UTF-8 text, was {prompt!r:.60}")
     if not prompts:
         raise CommandError("there is no prompt: give one as an argument, with --file or on stdin")
     return prompts
 
 
 def _lines(text: str) -> Iterator[str]:
-    return (line for line in text.splitlines() if line.strip())
+    """Return the lines that hold anything; only a newline ends one (a prompt may hold other separators)."""
+    return (line.removesuffix("\r") for line in text.split("\n") if line.strip())
 
 
 def _add(engine: Engine, index: int, token_ids: list[int], params: SamplingParams) -> None:

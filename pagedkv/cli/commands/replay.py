@@ -57,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
         trace = read_trace(args.file, limit=args.limit)
     except (TraceError, OSError) as error:
         raise CommandError(first_line(error)) from error
-    results = _replay_all(trace, policies, args)
+    try:
+        results = _replay_all(trace, policies, args)
+    except (ValueError, MemoryError) as error:
+        raise CommandError(f"--pages and --page-size: {first_line(error)}") from error
     if args.json:
         sys.stdout.write(json.dumps(_as_json(trace, results, args)) + "\n")
     else:
