@@ -164,4 +164,6 @@ def test_plot_draws_a_line_per_policy(mooncake: Path, capsys: pytest.CaptureFixt
 def test_a_pool_that_cannot_be_made_is_one_line(mooncake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More pages than there are page ids are refused in one line."""
     assert 2 == main(["replay", str(mooncake), "--pages", "99999999999"])
-    assert capsys.readouterr().err.startswith("pagedkv: error: --pages and --page-size: num_pages must be 2 to ")
+    assert (
+        capsys.readouterr().err.lstrip().startswith("pagedkv: error: --pages and --page-size: num_pages must be 2 to ")
+    )

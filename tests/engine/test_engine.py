@@ -120,7 +120,7 @@ def test_a_cache_of_ones_own() -> None:
         ({"max_batch": 0}, ValueError, "max_batch must be at least 1, was 0"),
         ({"max_len": 257}, ValueError, "max_len must be 1 to 256, was 257"),
         ({"watermark": 1.0}, ValueError, "watermark must be at least 0 and below 1"),
-        ({"max_step_tokens": 8}, ValueError, "max_step_tokens must be at least max_batch = 32"),
+        ({"max_batch": 32, "max_step_tokens": 8}, ValueError, "max_step_tokens must be at least max_batch = 32"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
