@@ -223,11 +223,13 @@ class BlockAllocator(Holding):
         self._enter()
         batch, sequences = self._batch, list(sequences)
         if batch is None or batch.is_reserved or batch.sequences != sequences:
-            rows = self._rows_of(sequences, at_rest="reserve")
-            batch = DecodeBatch(self.ledger, sequences, rows) if DecodeBatch.suits(self.ledger, rows) else None
+            rows, batch = self._rows_of(sequences, at_rest="reserve"), None
         else:
             rows = batch.rows
-        if batch is not None and all_one(counts, batch.ones):
+        is_step = all_one(counts, len(rows))
+        if is_step and batch is None:
+            batch = DecodeBatch.of(self.ledger, sequences, rows)
+        if is_step and batch is not None:
             batch.reserve()
             self._batch, numbers = batch, batch.ones
         else:

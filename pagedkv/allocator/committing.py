@@ -105,5 +105,5 @@ def index_full_tail(ledger: Ledger, row: int, block: int) -> None:
     page = ledger.tables.item(row, block)
     if sequence.prompt.media or not ledger.index.append(cursor, block, tokens.tobytes(), page):
         index_blocks(ledger, row, block, tokens)
-    else:
+    elif ledger.content_policy is not None:
         ledger.tell_stored(row, block, tokens)

@@ -40,8 +40,9 @@ class Door:
 
     def _enter(self) -> None:
         """Count the call and refuse a second thread."""
-        self._look()
-        self._thread = threading.get_ident()
+        if self._thread != threading.get_ident():
+            self._look()
+            self._thread = threading.get_ident()
         self._calls += 1
 
     def _look(self) -> None:

@@ -6,14 +6,12 @@ it that children go before parents, whatever a policy says.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from .policies import ARC, LFU, S3FIFO, SLRU, Priority
+from .policies import ARC, LFU, LRU, S3FIFO, SLRU, Priority
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 
 class EvictionPolicy(Protocol):
@@ -54,37 +52,6 @@ class ContentPolicy(EvictionPolicy, Protocol):
 
     def stored(self, pages: list[int], identities: list[bytes]) -> None:
         """Pages that somebody holds entered the index, first block first; digests are as in `content_hashes`."""
-
-
-class LRU:
-    """The page that was released longest ago goes first; of one sequence, the last block goes first."""
-
-    def __init__(self) -> None:
-        """Start with no candidates."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    def hit(self, pages: list[int]) -> None:
-        """Recency is counted from the release, so a hit alone changes nothing."""
-
-    def held(self, pages: list[int]) -> None:
-        """Forget candidates; O(1) each."""
-        self._forget(pages)
-
-    def released(self, pages: list[int]) -> None:
-        """Add candidates at the recent end."""
-        self._idle.update(dict.fromkeys(pages))
-
-    def removed(self, pages: list[int], evicted: bool) -> None:
-        """Forget pages."""
-        self._forget(pages)
-
-    def victims(self, count: int) -> list[int]:
-        """Return the oldest candidates."""
-        return list(islice(self._idle, count))
-
-    def _forget(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self._idle.pop(page, None)
 
 
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {

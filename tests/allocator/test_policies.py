@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from pagedkv.allocator.eviction import LRU, make_policy
-from pagedkv.allocator.policies import ARC, LFU, S3FIFO, SLRU, Priority
+from pagedkv.allocator.eviction import make_policy
+from pagedkv.allocator.policies import ARC, LFU, LRU, S3FIFO, SLRU, Priority
 from pagedkv.allocator.policies.ordered import OrderedPages
 from tests.allocator.paper_caches import PaperARC, PaperLFU, PaperS3FIFO, PaperSLRU, PolicyCache, digest_of
 

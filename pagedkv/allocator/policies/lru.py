@@ -1,0 +1,84 @@
+"""LRU: the page that was released longest ago goes first.
+
+Takes what happens to pages, gives victims, and refuses to know what pages hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+
+_SLACK = 1024
+
+
+class LRU:
+    """Least recently used; of one sequence, the last block goes first.
+
+    Releases stand in a log, each with its number; a candidate is a page whose last release has not been taken back. So
+    a release of a thousand pages costs two bulk operations, and a page that is held again leaves its entry behind,
+    which is passed over and, when such entries are the greater part, swept out.
+    """
+
+    def __init__(self) -> None:
+        """Start with no candidates."""
+        self._release_of: dict[int, int] = {}
+        self._log: deque[tuple[int, list[int]]] = deque()
+        self._entries = 0
+        self._first = 0  # entries of the oldest release that are known to be void
+        self._releases = 0
+
+    def hit(self, pages: list[int]) -> None:
+        """Recency is counted from the release, so a hit alone changes nothing."""
+
+    def held(self, pages: list[int]) -> None:
+        """Forget candidates."""
+        self._forget(pages)
+
+    def released(self, pages: list[int]) -> None:
+        """Add candidates at the recent end."""
+        self._releases += 1
+        self._release_of.update(dict.fromkeys(pages, self._releases))
+        self._log.append((self._releases, list(pages)))
+        self._entries += len(pages)
+        if self._entries > 2 * len(self._release_of) + _SLACK:
+            self._sweep()
+
+    def removed(self, pages: list[int], evicted: bool) -> None:
+        """Forget pages."""
+        self._forget(pages)
+        log, current = self._log, self._release_of.get
+        while log:
+            number, oldest = log[0]
+            while self._first < len(oldest) and current(oldest[self._first]) != number:
+                self._first += 1
+            if self._first < len(oldest):
+                break
+            self._entries -= len(oldest)
+            self._first = 0
+            log.popleft()
+
+    def victims(self, count: int) -> list[int]:
+        """Return the oldest candidates."""
+        chosen: list[int] = []
+        at, current = self._first, self._release_of.get
+        for number, pages in self._log:
+            while len(chosen) < count and at < len(pages):
+                end = at + count - len(chosen)
+                chosen += [page for page in islice(pages, at, end) if current(page) == number]
+                at = end
+            if len(chosen) == count:
+                break
+            at = 0
+        return chosen
+
+    def _forget(self, pages: list[int]) -> None:
+        for page in pages:
+            self._release_of.pop(page, None)
+
+    def _sweep(self) -> None:
+        """Keep only the entries that stand for candidates."""
+        current = self._release_of.get
+        kept = ((number, [page for page in pages if current(page) == number]) for number, pages in self._log)
+        self._log = deque((number, pages) for number, pages in kept if pages)
+        self._entries = len(self._release_of)
+        self._first = 0
