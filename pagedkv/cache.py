@@ -14,6 +14,7 @@ import torch
 
 from pagedkv.allocator import BlockAllocator, Room, StepInFlight
 from pagedkv.allocator import Sequence as PagedSequence
+from pagedkv.allocator.tokens import count_of
 from pagedkv.attention import LayerSpec, copy_pages, paged_attention, write_kv
 from pagedkv.attention.backends import backend_names
 from pagedkv.backend import CacheUsage
@@ -314,9 +315,7 @@ def _kept(step: PagedStep, keep: Mapping[PagedSequence, int]) -> list[list[int]]
         raise ValueError(f"keep must name sequences of the step, named {unknown.pop()!r}")
     rows = []
     for sequence, row in zip(step.sequences, step.tokens, strict=True):
-        count = keep.get(sequence, len(row))
-        if not 0 <= count <= len(row):
-            raise ValueError(f"keep[{sequence!r}] must be 0 to {len(row)}, was {count}")
+        count = count_of(keep.get(sequence, len(row)), f"keep[{sequence!r}]", 0, len(row))
         rows.append(row[:count])
     return rows
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedkv.allocator.tokens import count_of
+
 if TYPE_CHECKING:
     from pagedkv.spec import KVSpec
 
@@ -33,11 +35,7 @@ _UNITS = {
 
 def require_count(name: str, value: int) -> int:
     """Return ``value`` if it is a whole number of at least 1; else raise TypeError or ValueError that names it."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, was {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, was {value}")
-    return value
+    return count_of(value, name, 1)
 
 
 def require_float_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,6 +8,7 @@ everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .audit import audit
@@ -28,13 +29,14 @@ from .swapping import close_swapped
 from .tokens import count_of, counts_of, token_array, token_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable
 
     from .observer import Observer
     from .prefix_index import PageArray
     from .prompt import Prompt
 
-_MAX_PAGES = 2**31 - 1
+MAX_PAGES = 2**31 - 1
+"""The most pages of a pool, the null page included: page ids are int32."""
 
 
 class BlockAllocator(Holding):
@@ -71,16 +73,11 @@ class BlockAllocator(Holding):
         debug: str = "off",
     ) -> None:
         """Make a pool in which every page is free."""
-        num_pages, page_size = count_of(num_pages, "num_pages"), count_of(page_size, "page_size")
-        if not 2 <= num_pages <= _MAX_PAGES:
-            raise ValueError(f"num_pages must be 2 to {_MAX_PAGES} (page 0 is never handed out), was {num_pages}")
-        if not 1 <= page_size <= _MAX_PAGES:
-            raise ValueError(f"page_size must be 1 to {_MAX_PAGES}, was {page_size}")
-        self.groups = tuple(groups)
+        num_pages = count_of(num_pages, "num_pages", 2, MAX_PAGES)  # page 0 is never handed out
+        page_size = count_of(page_size, "page_size", 1, MAX_PAGES)
+        self.groups = tuple(groups) if isinstance(groups, Iterable) else ()
         if not self.groups or not all(isinstance(group, LayerGroup) for group in self.groups):
-            raise ValueError(
-                f"groups must be FullAttention() and SlidingWindow(...), at least one, was {self.groups!r}"
-            )
+            raise ValueError(f"groups must be FullAttention() and SlidingWindow(...), at least one, was {groups!r}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = bool(prefix_cache)
@@ -147,8 +144,7 @@ class BlockAllocator(Holding):
         """
         self._enter()
         prompt = read_prompt(tokens, namespace, media, self.page_size)
-        if chunk is not None and count_of(chunk, "chunk") < 1:
-            raise ValueError(f"chunk must be at least 1, was {chunk}")
+        chunk = None if chunk is None else count_of(chunk, "chunk", 1)
         return room_for(self.ledger, prompt, count_of(growth, "growth"), chunk)
 
     def room_to_grow(self, sequence: Sequence, num_tokens: int) -> Room:

@@ -26,9 +26,9 @@ def require_prompt(ledger: Ledger, row: int, tokens: TokenArray) -> None:
     if inside <= 0 or sequence is None:
         return
     prompt = sequence.prompt.tokens[start : start + inside]
-    unlike = np.flatnonzero(prompt != tokens[:inside])
-    if unlike.size:
-        at = int(unlike[0])
+    unlike = prompt != tokens[:inside]
+    if unlike.any():
+        at = int(unlike.argmax())
         raise PromptMismatch(
             f"tokens must equal the prompt of {sequence!r}: at position {start + at} it has {prompt[at]}, "
             f"{tokens[at]} was given"

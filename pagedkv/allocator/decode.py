@@ -63,9 +63,7 @@ class DecodeBatch:
 
     @classmethod
     def of(cls, ledger: Ledger, sequences: list[Sequence], rows: list[int]) -> DecodeBatch | None:
-        """Return the batch where there is one full-attention group, and every row is past its prompt and may write
-        its last page; else None.
-        """
+        """Return the batch, or None unless attention is full and each row past its prompt, its last page its own."""
         if not ledger.is_plain:
             return None
         books, at = ledger.rows, np.array(rows, np.int64)

@@ -27,6 +27,8 @@ class Door:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] | None) -> None:
         """Open the door to the first thread that comes."""
+        if clock is not None and not callable(clock):
+            raise TypeError(f"clock must be a function that returns the time, was {clock!r}")
         self.ledger = ledger
         self._calls = 0
         self._clock = clock

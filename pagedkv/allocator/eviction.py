@@ -54,7 +54,7 @@ class ContentPolicy(EvictionPolicy, Protocol):
         """Pages that somebody holds entered the index, first block first; digests are as in `content_hashes`."""
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU,
     "slru": SLRU,
     "lfu": LFU,
@@ -62,6 +62,7 @@ _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "s3fifo": S3FIFO,
     "priority": Priority,
 }
+"""The policies that have a name."""
 
 
 def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
@@ -72,9 +73,9 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
         TypeError: neither a name nor an object with the protocol's methods.
     """
     if isinstance(policy, str):
-        if policy not in _POLICIES:
-            raise ValueError(f"policy must be one of {sorted(_POLICIES)} or an object, was {policy!r}")
-        return _POLICIES[policy]()
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {sorted(POLICIES)} or an object, was {policy!r}")
+        return POLICIES[policy]()
     missing = [name for name in ("hit", "held", "released", "removed", "victims") if not hasattr(policy, name)]
     if missing:
         raise TypeError(f"policy must have the methods of EvictionPolicy, {type(policy).__name__} lacks {missing}")

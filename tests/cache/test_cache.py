@@ -145,8 +145,8 @@ def test_impossible_caches_are_refused(options: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_batch": 2.5}, "max_batch must be a whole number, was 2.5"),
-        ({"max_len": "a"}, "max_len must be a whole number, was 'a'"),
+        ({"max_batch": 2.5}, "max_batch must be an integer, was 2.5"),
+        ({"max_len": "a"}, "max_len must be an integer, was 'a'"),
         ({"dtype": torch.int32}, "dtype must be a floating point torch.dtype, was torch.int32"),
         ({"dtype": "float32"}, "dtype must be a floating point torch.dtype, was 'float32'"),
     ],
@@ -242,6 +242,9 @@ def test_keep_is_refused_outside_the_step() -> None:
         cache.end_step(batch, keep={other: 1})
     with pytest.raises(ValueError, match="must be 0 to 2, was 3"):
         cache.end_step(batch, keep={sequence: 3})
+    for count in (1.0, True):
+        with pytest.raises(TypeError, match=rf"keep\[.*\] must be an integer, was {count}"):
+            cache.end_step(batch, keep={sequence: count})
     cache.end_step(batch, keep={sequence: 1})
 
     assert sequence.num_tokens == 1

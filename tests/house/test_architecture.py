@@ -20,7 +20,7 @@ ARROWS = {
     "backend": {"allocator", "attention"},
     "spec": {"allocator"},
     "layer_groups": {"allocator", "spec"},
-    "sizing": {"spec"},
+    "sizing": {"allocator", "spec"},
     "step": {"allocator", "attention", "backend"},
     "cache": {"allocator", "attention", "backend", "sizing", "spec", "step"},
     "transformers": {"allocator", "attention", "backend", "cache", "sizing", "spec", "step"},

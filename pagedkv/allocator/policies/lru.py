@@ -46,16 +46,7 @@ class LRU:
     def removed(self, pages: list[int], evicted: bool) -> None:
         """Forget pages."""
         self._forget(pages)
-        log, current = self._log, self._release_of.get
-        while log:
-            number, oldest = log[0]
-            while self._first < len(oldest) and current(oldest[self._first]) != number:
-                self._first += 1
-            if self._first < len(oldest):
-                break
-            self._entries -= len(oldest)
-            self._first = 0
-            log.popleft()
+        self._pass_void(pages)
 
     def victims(self, count: int) -> list[int]:
         """Return the oldest candidates."""
@@ -74,6 +65,23 @@ class LRU:
     def _forget(self, pages: list[int]) -> None:
         for page in pages:
             self._release_of.pop(page, None)
+
+    def _pass_void(self, gone: list[int]) -> None:
+        """Move past the oldest entries that stand for no candidate: as often as not the pages just ``gone``."""
+        log, current, done = self._log, self._release_of.get, 0
+        while log:
+            number, oldest = log[0]
+            alike = min(len(gone) - done, len(oldest) - self._first)
+            if alike and oldest[self._first : self._first + alike] == gone[done : done + alike]:
+                self._first += alike
+                done += alike
+            while self._first < len(oldest) and current(oldest[self._first]) != number:
+                self._first += 1
+            if self._first < len(oldest):
+                break
+            self._entries -= len(oldest)
+            self._first = 0
+            log.popleft()
 
     def _sweep(self) -> None:
         """Keep only the entries that stand for candidates."""
