@@ -169,7 +169,13 @@ def without_broken_peers(pool: WorkerPool, names: list[str], console: Console) -
     able = []
     for name in names:
         try:
-            pool.ask(name, {"do": "weigh", "num_pages": 64, "page_size": PAGE_SIZE})
+            pool.ask(
+                name,
+                {
+                    "do": "grow", "num_pages": 64, "page_size": PAGE_SIZE, "prefix_cache": True,
+                    "sequences": 1, "prompt": PAGE_SIZE, "steps": 1,
+                },
+            )  # fmt: skip
             able.append(name)
         except RuntimeError as error:
             if name == OURS:
