@@ -252,7 +252,7 @@ class BlockAllocator(Holding):
             if ids is not None:
                 batch.commit(ids)
                 if self._observer is not None:
-                    self._observer.committed(batch.serials, list(ids.reshape(-1, 1)), batch.ones)
+                    self._observer.committed([s.serial for s in sequences], list(ids.reshape(-1, 1)), batch.ones)
                 return
         rows = self._rows_of(sequences)
         entries = token_rows(tokens, len(rows))

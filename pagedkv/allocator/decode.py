@@ -36,7 +36,7 @@ class DecodeBatch:
 
     __slots__ = (
         "_at", "_due", "_ledger", "_lengths", "_longest", "_steps", "_tail_tokens", "_tails", "is_reserved", "ones",
-        "rows", "sequences", "serials",
+        "rows", "sequences",
     )  # fmt: skip
 
     def __init__(self, ledger: Ledger, sequences: list[Sequence], rows: list[int], at: IntArray) -> None:
@@ -46,18 +46,21 @@ class DecodeBatch:
         self.sequences = sequences
         self.rows = rows
         self.ones = [1] * len(rows)
-        self.serials = [sequence.serial for sequence in sequences]
         self.is_reserved = False
         self._at = at
         self._lengths = ledger.rows.num_tokens[at]
-        self._longest = int(self._lengths.max(initial=0))
+        lengths = self._lengths.tolist()
+        self._longest = max(lengths, default=0)
         self._tail_tokens = ledger.rows.tail_tokens.reshape(-1)
         self._tails = at * size + self._lengths % size
         self._steps = 0
         # By the step at which they are due: (member, row) of each, and the block that it fills next.
         self._due: dict[int, tuple[list[tuple[int, int]], list[int]]] = {}
-        for member, (row, length) in enumerate(zip(rows, self._lengths.tolist(), strict=True)):
-            members, blocks = self._due.setdefault(-length % size, ([], []))
+        for member, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            due = self._due.get(-length % size)
+            if due is None:
+                due = self._due[-length % size] = ([], [])
+            members, blocks = due
             members.append((member, row))
             blocks.append(length // size)
 
@@ -105,7 +108,8 @@ class DecodeBatch:
         if due is not None:
             members, blocks = due
             for at, (member, row) in enumerate(members):
-                index_full_tail(ledger, row, blocks[at])
+                if ledger.prefix_cache:
+                    index_full_tail(ledger, row, blocks[at])
                 blocks[at] += 1
                 self._tails[member] -= size
 

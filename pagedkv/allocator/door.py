@@ -67,7 +67,7 @@ class Door:
                 raise TypeError(f"sequences must be Sequence handles, had {type(sequence).__name__}")
             if sequence._allocator is not self:
                 raise ForeignSequence(f"{sequence!r} was opened by another allocator")
-            rows.append(sequence.row)
+            rows.append(sequence._row if sequence._row >= 0 else sequence.row)  # which says why there is none
         if len(set(rows)) != len(rows):
             raise ValueError("sequences must be different, one was given twice")
         if at_rest:

@@ -28,10 +28,8 @@ def token_array(tokens: Any, name: str = "tokens") -> TokenArray:
     """
     if isinstance(tokens, np.ndarray):
         return _from_numpy(tokens, name)
-    if isinstance(tokens, str | bytes | bytearray):
-        raise TypeError(f"{name} must be integer token ids, was {type(tokens).__name__}")
-    if not hasattr(tokens, "__getitem__") or isinstance(tokens, Mapping):  # a set has no order, a generator one use
-        raise TypeError(f"{name} must be a sequence of integer token ids, was {tokens!r}")
+    if type(tokens) is not list:
+        _require_sequence(tokens, name)
     try:
         # Twice as fast as np.array for a list, and it refuses floats and negative ids on its way.
         return np.frombuffer(array("I", tokens), dtype=np.uint32)
@@ -39,6 +37,13 @@ def token_array(tokens: Any, name: str = "tokens") -> TokenArray:
         raise ValueError(f"{name} must be ids between 0 and {MAX_TOKEN}: {error}") from error
     except TypeError as error:
         raise TypeError(f"{name} must be a sequence of integer token ids: {error}") from error
+
+
+def _require_sequence(tokens: Any, name: str) -> None:
+    if isinstance(tokens, str | bytes | bytearray):
+        raise TypeError(f"{name} must be integer token ids, was {type(tokens).__name__}")
+    if not hasattr(tokens, "__getitem__") or isinstance(tokens, Mapping):  # a set has no order, a generator one use
+        raise TypeError(f"{name} must be a sequence of integer token ids, was {tokens!r}")
 
 
 def _from_numpy(tokens: npt.NDArray[Any], name: str) -> TokenArray:

@@ -6,7 +6,6 @@ Takes what happens to pages, gives victims, and refuses to know what pages hold.
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
 
 _SLACK = 1024
 
@@ -44,19 +43,24 @@ class LRU:
             self._sweep()
 
     def removed(self, pages: list[int], evicted: bool) -> None:
-        """Forget pages."""
+        """Forget pages; after an eviction they are, as often as not, the oldest entries just as they stand."""
         self._forget(pages)
-        self._pass_void(pages)
+        if evicted and self._log:
+            end = self._first + len(pages)
+            if self._log[0][1][self._first : end] == pages:
+                self._first = end
 
     def victims(self, count: int) -> list[int]:
         """Return the oldest candidates."""
+        self._pass_void()
         chosen: list[int] = []
         at, current = self._first, self._release_of.get
         for number, pages in self._log:
-            while len(chosen) < count and at < len(pages):
-                end = at + count - len(chosen)
-                chosen += [page for page in islice(pages, at, end) if current(page) == number]
-                at = end
+            while at < len(pages) and len(chosen) < count:
+                page = pages[at]
+                at += 1
+                if current(page) == number:
+                    chosen.append(page)
             if len(chosen) == count:
                 break
             at = 0
@@ -66,22 +70,19 @@ class LRU:
         for page in pages:
             self._release_of.pop(page, None)
 
-    def _pass_void(self, gone: list[int]) -> None:
-        """Move past the oldest entries that stand for no candidate: as often as not the pages just ``gone``."""
-        log, current, done = self._log, self._release_of.get, 0
+    def _pass_void(self) -> None:
+        """Move past the oldest entries that stand for no candidate."""
+        log, current, first = self._log, self._release_of.get, self._first
         while log:
             number, oldest = log[0]
-            alike = min(len(gone) - done, len(oldest) - self._first)
-            if alike and oldest[self._first : self._first + alike] == gone[done : done + alike]:
-                self._first += alike
-                done += alike
-            while self._first < len(oldest) and current(oldest[self._first]) != number:
-                self._first += 1
-            if self._first < len(oldest):
+            while first < len(oldest) and current(oldest[first]) != number:
+                first += 1
+            if first < len(oldest):
                 break
             self._entries -= len(oldest)
-            self._first = 0
+            first = 0
             log.popleft()
+        self._first = first
 
     def _sweep(self) -> None:
         """Keep only the entries that stand for candidates."""
