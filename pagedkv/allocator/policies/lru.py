@@ -45,10 +45,15 @@ class LRU:
     def removed(self, pages: list[int], evicted: bool) -> None:
         """Forget pages; after an eviction they are, as often as not, the oldest entries just as they stand."""
         self._forget(pages)
-        if evicted and self._log:
-            end = self._first + len(pages)
-            if self._log[0][1][self._first : end] == pages:
-                self._first = end
+        log, done = self._log, 0
+        while evicted and log and done < len(pages):
+            oldest = log[0][1]
+            alike = min(len(pages) - done, len(oldest) - self._first)
+            if oldest[self._first : self._first + alike] != pages[done : done + alike]:
+                break
+            self._first += alike
+            done += alike
+            self._pass_void()
 
     def victims(self, count: int) -> list[int]:
         """Return the oldest candidates."""
@@ -57,10 +62,9 @@ class LRU:
         at, current = self._first, self._release_of.get
         for number, pages in self._log:
             while at < len(pages) and len(chosen) < count:
-                page = pages[at]
-                at += 1
-                if current(page) == number:
-                    chosen.append(page)
+                end = at + count - len(chosen)
+                chosen += [page for page in pages[at:end] if current(page) == number]
+                at = end
             if len(chosen) == count:
                 break
             at = 0
