@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from .decode import DecodeBatch
     from .ledger import Ledger
+    from .observer import Observer
 
 
 class Door:
@@ -34,6 +35,7 @@ class Door:
         self._clock = clock
         self._thread: int | None = None
         self._batch: DecodeBatch | None = None
+        self._observer: Observer | None = None
 
     def hand_over(self) -> None:
         """Let go of the allocator: the next thread that calls it owns it."""
