@@ -40,6 +40,8 @@ class PrefixIndex:
         self.indexed = np.zeros(num_pages, np.bool_)
         self.node_of: npt.NDArray[Any] = np.full(num_pages, None, np.object_)
         self._serial = 0
+        # The namespace that went last, with its number: come again, it is no stranger to its own pages.
+        self._left: tuple[Hashable, int] = ((), 0)
 
     # Namespaces: a root lives while a sequence is open in it or a page is stored under it.
 
@@ -47,8 +49,9 @@ class PrefixIndex:
         """Return the namespace's root, made if need be, with one user more."""
         root = self.roots.get(namespace)
         if root is None:
-            self._serial += 1
-            root = self.roots[namespace] = Root(namespace, self._serial)
+            serial = self._left[1] if self._left[0] == namespace else self._serial + 1
+            self._serial = max(self._serial, serial)
+            root = self.roots[namespace] = Root(namespace, serial)
         root.users += 1
         return root
 
@@ -60,6 +63,7 @@ class PrefixIndex:
     def _drop_if_unused(self, root: Root) -> None:
         if not root.users and not root.children and self.roots.get(root.namespace) is root:
             del self.roots[root.namespace]
+            self._left = root.namespace, root.serial
 
     # Finding.
 
