@@ -233,6 +233,10 @@ def _plot(trace: Trace, results: list[ReplayResult], path: Path) -> None:
         style = "k--" if policy == REFERENCE else "o-"
         axes.plot([x for x, _ in points], [y for _, y in points], style, label=policy)
     axes.set_xscale("log")
+    sizes = sorted({result.num_pages for result in results})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
     axes.set_xlabel(f"pages of {results[0].page_size} tokens")
     axes.set_ylabel("prompt tokens found stored, %" if trace.hits_known else "pages held, mean %")
     axes.set_title(f"{Path(trace.path).name}, {_counted(len(trace.requests), 'request')}")
