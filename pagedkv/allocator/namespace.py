@@ -60,7 +60,7 @@ class Media(NamedTuple):
     digest: bytes | str | None
 
 
-def media_spans(media: Iterable[tuple[int, int, bytes | str | None]], num_tokens: int) -> tuple[Media, ...]:
+def media_spans(media: object, num_tokens: int) -> tuple[Media, ...]:
     """Check the spans against a prompt of ``num_tokens`` tokens and return them by position.
 
     Raises:

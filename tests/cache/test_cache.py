@@ -242,7 +242,8 @@ def test_keep_is_refused_outside_the_step() -> None:
         cache.end_step(batch, keep={other: 1})
     with pytest.raises(ValueError, match="must be 0 to 2, was 3"):
         cache.end_step(batch, keep={sequence: 3})
-    for count in (1.0, True):
+    no_counts: tuple[Any, ...] = (1.0, True)
+    for count in no_counts:
         with pytest.raises(TypeError, match=rf"keep\[.*\] must be an integer, was {count}"):
             cache.end_step(batch, keep={sequence: count})
     cache.end_step(batch, keep={sequence: 1})
