@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagedkv.allocator import BlockAllocator, FullAttention, HostPool, InvariantViolation, OutOfPages, SlidingWindow
-from tests.allocator.helpers import books, extend, fill, hit, store
+from tests.allocator.helpers import extend, fill, hit, store
 from tests.allocator.test_groups import POLICIES, evict, held, pool
 from tests.allocator.test_observer import watched
 
