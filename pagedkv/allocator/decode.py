@@ -7,7 +7,7 @@ every other case.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -65,10 +65,8 @@ class DecodeBatch:
             blocks.append(length // size)
 
     @classmethod
-    def of(cls, ledger: Ledger, sequences: list[Sequence], rows: list[int]) -> DecodeBatch | None:
-        """Return the batch, or None unless attention is full and each row past its prompt, its last page its own."""
-        if not ledger.is_plain:
-            return None
+    def of(cls, ledger: Ledger, sequences: list[Sequence], rows: list[int]) -> Self | None:
+        """Return the batch, or None unless each row is past its prompt and its last page its own."""
         books, at = ledger.rows, np.array(rows, np.int64)
         if books.tail_locked[at].any() or (books.num_tokens[at] < books.prompt_len[at]).any():
             return None

@@ -110,3 +110,8 @@ def same_prefix(left: bytes | bytearray, right: bytes | bytearray) -> int:
     size = min(len(left), len(right)) // 4
     differ = np.frombuffer(left, np.uint32, size) != np.frombuffer(right, np.uint32, size)
     return int(differ.argmax()) if differ.any() else size
+
+
+def chunk_of(chunk: int | None) -> int | None:
+    """Return ``chunk``, the most tokens of one reserve; raise where it is neither None nor at least 1."""
+    return None if chunk is None else count_of(chunk, "chunk", 1)
