@@ -29,9 +29,13 @@ def filter_weights(weights: torch.Tensor, params: Sequence[SamplingParams]) -> t
     vocab = weights.shape[-1]
     ranked = [row for row, p in enumerate(params) if p.top_p < 1 or 0 < p.top_k < vocab]
     if ranked:
-        chosen = torch.tensor(ranked, device=weights.device)
         top_k = [min(params[row].top_k or vocab, vocab) for row in ranked]
-        weights[chosen] = _keep_top(weights[chosen], top_k, [params[row].top_p for row in ranked])
+        top_p = [params[row].top_p for row in ranked]
+        if len(ranked) == len(params):
+            weights = _keep_top(weights, top_k, top_p)
+        else:
+            chosen = torch.tensor(ranked, device=weights.device)
+            weights[chosen] = _keep_top(weights[chosen], top_k, top_p)
     if any(p.min_p > 0 for p in params):
         least = torch.tensor([p.min_p for p in params], dtype=weights.dtype, device=weights.device)[:, None]
         weights = weights.where(weights >= least, 0.0)

@@ -108,6 +108,8 @@ def _greedy(logits: torch.Tensor, indices: list[int]) -> list[int]:
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[SampleRow], indices: list[int]) -> list[int]:
+    """Draw from each row of ``scores``, which is changed: float64 rows are wide, and every copy is felt."""
+
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]
 
@@ -115,7 +117,7 @@ def _draw(scores: torch.Tensor, rows: Sequence[SampleRow], indices: list[int]) -
     _require_maximum(maximum, indices)
     uniform: list[float] = uniforms([row.seed for row in rows], [row.position for row in rows]).tolist()
     # The largest score becomes 0 before the division, so that no temperature can overflow it.
-    weights = ((scores - maximum) / column([row.params.temperature for row in rows])).exp()
+    weights = scores.sub_(maximum).div_(column([row.params.temperature for row in rows])).exp_()
     weights = filter_weights(weights, [row.params for row in rows])
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
