@@ -39,6 +39,8 @@ def load_pretrained(
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise TypeError(f"name_or_path must be a folder or a hub name, was {name_or_path!r:.60}")
     name = os.fspath(name_or_path)
     if _is_path(name) and not (Path(name) / "config.json").is_file():
         what = "a folder without config.json" if Path(name).is_dir() else "no folder"

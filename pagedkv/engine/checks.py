@@ -22,6 +22,21 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
     return count_of(value, name, low, high)
 
 
+def require_hashable(name: str, value: object) -> None:
+    """Refuse what cannot be the key of a dict."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be hashable, was {value!r:.60} ({error})") from error
+
+
+def require_bool(name: str, value: object) -> bool:
+    """Return ``value``, True or False and nothing that merely counts as such."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, was {value!r:.60}")
+    return value
+
+
 def require_number(name: str, value: object, low: float, high: float = math.inf) -> float:
     """Return ``value`` as a finite float from ``low`` to ``high`` (both included)."""
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -42,8 +42,8 @@ class RaggedForward:
         self._configs = list({id(one): one for one in modules if isinstance(one, PreTrainedConfig)}.values())
 
     @torch.inference_mode()
-    def __call__(self, cache: RaggedCache) -> torch.Tensor:
-        """Run the step of ``cache``; return float32 logits ``[num_sequences, vocab]`` of each last token.
+    def __call__(self, cache: RaggedCache, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the step of ``cache``; return float32 logits ``[n, vocab]`` of the tokens ``rows``, or of each last one.
 
         Raises:
             UnsupportedModel: if a layer says something that the cache cannot honour; K and V of the step may be
@@ -55,7 +55,7 @@ class RaggedForward:
                 input_ids=batch.input_ids.unsqueeze(0),
                 position_ids=batch.position_ids.unsqueeze(0),
                 use_cache=True,
-                logits_to_keep=batch.last_rows,
+                logits_to_keep=batch.last_rows if rows is None else rows,
                 **{self._cache_keyword: cache},
             )
         if cache.written != cache.attended:

@@ -1,7 +1,7 @@
 """ModelRunner: one ragged step of a batch engine through any transformers decoder.
 
-Takes a model and a cache backend, gives the logits of each sequence's last token, and refuses at construction a
-model whose attention cannot be routed through the cache. It knows no requests and no memory.
+Takes a model and a cache backend, gives the logits of each sequence's last token or of those wanted, and refuses at
+construction a model whose attention cannot be routed through the cache. It knows no requests and no memory.
 """
 
 from __future__ import annotations
@@ -44,15 +44,19 @@ class ModelRunner:
         for layer, spec in sorted(self.layer_specs.items()):
             backend.bind_layer(layer, spec)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step that ``backend.begin_step`` laid out: K and V of its tokens are written, nothing is committed.
 
+        Args:
+            batch: the step.
+            rows: int64 ``[n]``: the tokens of the step, 0 to ``total_q - 1``, whose logits are wanted; by default each
+                sequence's last.
+
         Returns:
-            float32 logits ``[num_sequences, vocab]`` of each sequence's last token, in the order of
-            ``batch.sequences``.
+            float32 logits ``[n, vocab]``, in the order of ``rows`` or of ``batch.sequences``.
 
         Raises:
             UnsupportedModel: if a layer says something else than at construction. After this or any other
                 exception the caller abandons the step.
         """
-        return self._forward(self._forward.cache(self.backend, batch, self.layer_specs))
+        return self._forward(self._forward.cache(self.backend, batch, self.layer_specs), rows)
