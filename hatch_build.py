@@ -1,4 +1,4 @@
-"""The package's build: compile the library and put it into the wheel, or build a plain wheel where that is not possible.
+"""The package's build: compile the library and put it into the wheel, or build a plain wheel where that cannot be.
 
 Takes hatchling's build of a wheel, editable or not, and gives it the shared libraries, the manifest and a platform tag.
 It refuses to fail: without a compiler the wheel is a pure one and says at run time why it has no library.

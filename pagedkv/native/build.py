@@ -6,8 +6,8 @@ it never fails for want of a compiler: the operator then takes another way and r
 
     python -m pagedkv.native.build [--force] [--variant NAME ...]
 
-Objects are compiled for OpenMP but linked without a runtime: the calls are left to be found among what torch has loaded,
-so that there is one thread pool in the process, torch's own, whatever its wheel calls the file.
+Objects are compiled for OpenMP but linked without a runtime: the calls are left to be found among what torch has
+loaded, so that there is one thread pool in the process, torch's own, whatever its wheel calls the file.
 """
 
 from __future__ import annotations
@@ -77,18 +77,14 @@ class Manifest:
         """Return the manifest in ``folder``, or None where nothing was built or it cannot be read."""
         try:
             content = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            return cls(
-                content["sources"], content["compiler"], tuple(content["variants"]), dict(content["reasons"])
-            )
+            return cls(content["sources"], content["compiler"], tuple(content["variants"]), dict(content["reasons"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
 
 def source_files() -> list[Path]:
     """Return every file that the library is made from, headers too, in order."""
-    return sorted(
-        path for folder in SOURCE_FOLDERS for pattern in ("*.cpp", "*.h") for path in folder.glob(pattern)
-    )
+    return sorted(path for folder in SOURCE_FOLDERS for pattern in ("*.cpp", "*.h") for path in folder.glob(pattern))
 
 
 def sources_digest() -> str:
@@ -162,9 +158,7 @@ def _compile_all(compiler: list[str], variants: list[Variant], output: Path) -> 
         }
         flags = {variant.name: variant.flags for variant in variants}
         compiled = {
-            (name, source): pool.submit(
-                _run, [*compiler, *common, *flags[name], "-c", str(source), "-o", str(target)]
-            )
+            (name, source): pool.submit(_run, [*compiler, *common, *flags[name], "-c", str(source), "-o", str(target)])
             for (name, source), target in objects.items()
         }
         for (name, _), job in compiled.items():
