@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pagedkv.attention.calls import Scales
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("cpu", "torch", "reference")
 GARBAGE = (-1, 2**30)
 """What unused entries of a block table hold."""
 

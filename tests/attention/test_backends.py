@@ -19,7 +19,8 @@ def test_import_loads_no_backend_and_no_triton() -> None:
     script = (
         "import sys, pagedkv.attention as a; "
         "print(*[m for m in sys.modules if m in "
-        "('pagedkv.attention.gather', 'pagedkv.attention.reference', 'triton', 'pagedkv.allocator')])"
+        "('pagedkv.attention.cpu', 'pagedkv.attention.gather', 'pagedkv.attention.reference', 'triton', "
+        "'pagedkv.allocator')])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
@@ -39,12 +40,29 @@ def test_every_named_backend_is_whole(name: str) -> None:
 
 def test_no_choice_takes_the_first_that_can() -> None:
     """None takes the first backend without a reason against it; when all have one, all reasons are told."""
-    first, second = backend_names()
+    first, second = "cpu", "torch"
 
-    assert choose(None, lambda _: None) is load(first)
-    assert choose(None, lambda backend: "no" if backend is load(first) else None) is load(second)
+    assert backend_names()[0] == first
+    assert choose(None, "cpu", lambda _: None) is load(first)
+    assert choose(None, "cpu", lambda backend: "no" if backend is load(first) else None) is load(second)
     with pytest.raises(ValueError, match=f"'{first}' cannot serve this call: no; .*'{second}' cannot .*: no"):
-        choose(None, lambda _: "no")
+        choose(None, "cpu", lambda _: "no")
+
+
+def test_no_choice_leaves_out_backends_of_another_device() -> None:
+    """Tensors elsewhere never ask the CPU's kernels, not even whether they could; by name they are asked."""
+    asked: list[Backend] = []
+
+    def ask(backend: Backend) -> str:
+        asked.append(backend)
+        return "no"
+
+    with pytest.raises(ValueError, match="'torch' cannot serve"):
+        choose(None, "meta", ask)
+
+    assert load("cpu") not in asked
+    with pytest.raises(ValueError, match="'cpu' cannot serve this call: no"):
+        choose("cpu", "meta", ask)
 
 
 def test_out_is_written_in_place_and_returned() -> None:

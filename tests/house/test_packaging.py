@@ -16,7 +16,7 @@ from tests.house.source_tree import ROOT, python_files
 if TYPE_CHECKING:
     from pathlib import Path
 
-PAPERS = {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
+PAPERS = {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "hatch_build.py", "pyproject.toml", ".gitignore"}
 
 
 @pytest.fixture(scope="module")
