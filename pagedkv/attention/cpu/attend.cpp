@@ -99,30 +99,31 @@ void read_row(float *to, const char *from, int64_t stride, int64_t dim, float fa
 }
 
 template <class Element>
-void write_row(char *to, int64_t stride, float *from, int64_t dim, bool split) {
+void write_row(char *to, int64_t stride, float *from, int64_t dim, float factor, bool split) {
     Element *elements = reinterpret_cast<Element *>(to);
     if constexpr (std::is_same_v<Element, BFloat16>) {
-        if (split && stride == 1) return narrow_row(elements, from, dim);
+        if (split && stride == 1) return narrow_row(elements, from, dim, factor);
     }
     if (split) join_even_odd(from, dim);
-    narrow_strided(elements, stride, from, dim);
+    narrow_strided(elements, stride, from, dim, factor);
 }
 
-void write_output(const Call &call, int64_t row, int64_t head, float *values) {
+// Write `values` (in stored order, overwritten) times `factor` to a row of `out`.
+void write_output(const Call &call, int64_t row, int64_t head, float *values, float factor) {
     const bool split = call.layer.kv_dtype == PAGEDKV_BFLOAT16;
     const int64_t stride = call.out.strides[2], dim = call.layer.v_dim;
     char *to = call.out.at(row, head);
     switch (call.layer.q_dtype) {
-        case PAGEDKV_FLOAT32: return write_row<float>(to, stride, values, dim, split);
-        case PAGEDKV_BFLOAT16: return write_row<BFloat16>(to, stride, values, dim, split);
-        default: return write_row<Float16>(to, stride, values, dim, split);
+        case PAGEDKV_FLOAT32: return write_row<float>(to, stride, values, dim, factor, split);
+        case PAGEDKV_BFLOAT16: return write_row<BFloat16>(to, stride, values, dim, factor, split);
+        default: return write_row<Float16>(to, stride, values, dim, factor, split);
     }
 }
 
 void write_zeros(const Call &call, int64_t first, int64_t last, std::vector<float> &zeros) {
     zeros.assign(call.layer.v_dim, 0.0f);
     for (int64_t row = first; row < last; row++) {
-        for (int64_t head = 0; head < call.layer.num_q_heads; head++) write_output(call, row, head, zeros.data());
+        for (int64_t head = 0; head < call.layer.num_q_heads; head++) write_output(call, row, head, zeros.data(), 1.0f);
     }
 }
 
@@ -150,8 +151,7 @@ void finish(const Call &call, const Item &item, int64_t kv_head, float *const *p
             for (int64_t i = 0; i < v_dim; i++) sums[i] = (part ? sums[i] : 0.0f) + from[i] * factor;
         }
         const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
-        for (int64_t i = 0; i < v_dim; i++) sums[i] *= inverse;
-        write_output(call, item.q_row + row / group, head, sums);
+        write_output(call, item.q_row + row / group, head, sums, inverse);
     }
 }
 

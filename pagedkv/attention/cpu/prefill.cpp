@@ -369,7 +369,8 @@ void prefill(const Call &call, const Item &item, int64_t kv_head, float *memory,
     for (int64_t begin = item.begin; begin < item.end; begin += kTileKeys) {
         point_at<kScaled>(tile, pages, table, item.keys, begin, std::min(begin + kTileKeys, item.end));
         load_tile<Element, kScaled>(buffers, tile);
-        const Pass pass{call, buffers, rule, tile, all_finite(buffers, tile.count)};
+        const bool masked = call.layer.window || tile.position[tile.count - 1] > item.q_position;
+        const Pass pass{call, buffers, rule, tile, !masked || all_finite(buffers, tile.count)};
         by_blocks(num_rows, [&](auto vectors, int64_t first_row) { attend_block<vectors>(pass, first_row); });
     }
     hand_over(buffers, num_rows, result);

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__F16C__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -50,8 +50,8 @@ inline void store(void *to, Vector value) {
     std::memcpy(to, &value, sizeof value);
 }
 
-inline Floats splat(float value) { return Floats{} + value; }
-inline Ints splat(int32_t value) { return Ints{} + value; }
+// Subtracting 0 changes no float, -0 included, and costs nothing; adding it would turn -0 into 0.
+inline Floats splat(float value) { return value - Floats{}; }
 
 // The larger of each lane; NaN in `b` is passed over, NaN in `a` kept.
 inline Floats larger(Floats a, Floats b) { return b > a ? b : a; }
@@ -147,12 +147,42 @@ struct Fp8 {
 inline Floats as_floats(Words bits) { return (Floats)bits; }
 inline Words as_words(Floats value) { return (Words)value; }
 
+// kLanes small integers to 32 bits. GCC 12 splits __builtin_convertvector in halves here, hence the intrinsics (decode
+// int8 hot: 4x).
+inline Words extend(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32(load<__m256i>(from));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu16_epi32(load<__m128i>(from));
+#else
+    return __builtin_convertvector(load<Halves>(from), Words);
+#endif
+}
+
+inline Words extend(const uint8_t *from) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
+#else
+    return __builtin_convertvector(load<Bytes>(from), Words);
+#endif
+}
+
+inline Ints extend(const int8_t *from) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
+#else
+    return __builtin_convertvector(load<SignedBytes>(from), Ints);
+#endif
+}
+
 // kLanes elements to fp32, exactly.
 inline Floats widen(const float *from) { return load<Floats>(from); }
 
-inline Floats widen(const BFloat16 *from) {
-    return as_floats(__builtin_convertvector(load<Halves>(from), Words) << 16);
-}
+inline Floats widen(const BFloat16 *from) { return as_floats(extend(&from->bits) << 16); }
 
 inline Floats widen(const Float16 *from) {
 #if defined(__AVX512F__)
@@ -160,7 +190,7 @@ inline Floats widen(const Float16 *from) {
 #elif defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
 #else
-    Words half = __builtin_convertvector(load<Halves>(from), Words);
+    Words half = extend(&from->bits);
     // Exponent and fraction moved into fp32's place read 2^-112 times too small; an exponent of all ones stays one.
     Words magnitude = as_words(as_floats((half & 0x7fff) << 13) * 0x1p112f);
     Words special = (Words)((half & 0x7c00) == 0x7c00) & 0x7f800000u;
@@ -169,11 +199,11 @@ inline Floats widen(const Float16 *from) {
 }
 
 inline Floats widen(const int8_t *from) {
-    return __builtin_convertvector(__builtin_convertvector(load<SignedBytes>(from), Ints), Floats);
+    return __builtin_convertvector(extend(from), Floats);
 }
 
 inline Floats widen(const Fp8 *from) {
-    Words byte = __builtin_convertvector(load<Bytes>(from), Words);
+    Words byte = extend(&from->bits);
     Words magnitude = as_words(as_floats((byte & 0x7f) << 20) * 0x1p120f);
     Words nan = (Words)((byte & 0x7f) == 0x7f) & 0x7fc00000u;
     return as_floats(magnitude | nan | (byte & 0x80) << 24);
@@ -283,25 +313,25 @@ inline void join_even_odd(float *row, int64_t dim) {
     }
 }
 
-// `dim` channels in plain order from fp32, to places `stride` elements apart.
+// `dim` channels in plain order, times `factor`, to places `stride` elements apart.
 template <class Element>
-inline void narrow_strided(Element *to, int64_t stride, const float *from, int64_t dim) {
+inline void narrow_strided(Element *to, int64_t stride, const float *from, int64_t dim, float factor) {
     int64_t i = 0;
     if (stride == 1) {
-        for (; i + kLanes <= dim; i += kLanes) narrow(to + i, load<Floats>(from + i));
+        for (; i + kLanes <= dim; i += kLanes) narrow(to + i, load<Floats>(from + i) * factor);
     }
-    for (; i < dim; i++) narrow_one(to + i * stride, from[i]);
+    for (; i < dim; i++) narrow_one(to + i * stride, from[i] * factor);
 }
 
 // The same from stored order, to bf16 channels that lie next to one another.
-inline void narrow_row(BFloat16 *to, const float *from, int64_t dim) {
+inline void narrow_row(BFloat16 *to, const float *from, int64_t dim, float factor) {
     int64_t i = 0;
     for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
-        Words even = round_to_bfloat16(load<Floats>(from + i));
-        Words odd = round_to_bfloat16(load<Floats>(from + i + kLanes));
+        Words even = round_to_bfloat16(load<Floats>(from + i) * factor);
+        Words odd = round_to_bfloat16(load<Floats>(from + i + kLanes) * factor);
         store(to + i, (even & 0xffff) | odd << 16);
     }
-    narrow_strided(to + i, 1, from + i, dim - i);
+    narrow_strided(to + i, 1, from + i, dim - i, factor);
 }
 
 }  // namespace pagedkv
