@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -147,34 +147,42 @@ def build(
 
 def _compile_all(compiler: list[str], variants: list[Variant], output: Path) -> dict[str, str]:
     """Compile and link ``variants`` and return why some could not be, by name."""
-    sources = [path for path in source_files() if path.suffix == ".cpp"]
+    sources = sorted(source_files(), key=lambda path: -path.stat().st_size)  # the longest to compile first
     common = [*COMMON_FLAGS, *(f"-I{folder}" for folder in SOURCE_FOLDERS), f'-DPAGEDKV_SOURCES="{sources_digest()}"']
+    asked_for = {variant.name for variant in variants}
     reasons: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = {
-            (variant.name, source): Path(scratch) / f"{variant.name}-{source.stem}.o"
-            for source in sorted(sources, key=lambda path: -path.stat().st_size)  # the longest first
-            for variant in variants
-        }
-        flags = {variant.name: variant.flags for variant in variants}
-        compiled = {
-            (name, source): pool.submit(_run, [*compiler, *common, *flags[name], "-c", str(source), "-o", str(target)])
-            for (name, source), target in objects.items()
-        }
-        for (name, _), job in compiled.items():
-            if job.result() is not None:
-                reasons.setdefault(name, str(job.result()))
+        jobs: dict[Path, Future[str | None]] = {}
+        objects: dict[str, list[Path]] = {variant.name: [] for variant in variants}
+        for source in (path for path in sources if path.suffix == ".cpp"):
+            for variant in variants:
+                shared = variant.like in asked_for and not _names(source, sources, variant.macro)
+                target = Path(scratch) / f"{variant.like if shared else variant.name}-{source.stem}.o"
+                objects[variant.name].append(target)
+                if not shared:
+                    command = [*compiler, *common, *variant.flags, "-c", str(source), "-o", str(target)]
+                    jobs[target] = pool.submit(_run, command)
         for variant in variants:
-            if variant.name not in reasons:
-                parts = [str(target) for (name, _), target in objects.items() if name == variant.name]
-                # Under another name first: a process that has the old file mapped keeps it whole.
-                finished = output / f"{variant.file_name}.new"
-                problem = _run([*compiler, *LINK_FLAGS, *parts, "-o", str(finished)])
-                if problem is None:
-                    finished.replace(output / variant.file_name)
-                else:
-                    reasons[variant.name] = problem
+            problem = next((said for target in objects[variant.name] if (said := jobs[target].result())), None)
+            if problem is None:
+                problem = _link(compiler, objects[variant.name], output / variant.file_name)
+            if problem is not None:
+                reasons[variant.name] = problem
     return reasons
+
+
+def _names(source: Path, files: list[Path], macro: str) -> bool:
+    """Whether a source or any header says ``macro``, so that it may read differently where that is defined."""
+    return any(macro in path.read_text(encoding="utf-8") for path in files if path == source or path.suffix == ".h")
+
+
+def _link(compiler: list[str], objects: list[Path], library: Path) -> str | None:
+    """Link a library; return None, or what the compiler said. A process that has the old file mapped keeps it whole."""
+    finished = library.with_name(f"{library.name}.new")
+    problem = _run([*compiler, *LINK_FLAGS, *map(str, objects), "-o", str(finished)])
+    if problem is None:
+        finished.replace(library)
+    return problem
 
 
 def _run(command: list[str]) -> str | None:

@@ -24,12 +24,16 @@ class Variant:
         machine: the `platform.machine` it is for.
         flags: what the compiler is told beyond the common flags.
         features: what the processor must have, in the words of Linux's ``/proc/cpuinfo``.
+        like: a variant that it equals but where a source names ``macro``: other sources are compiled once for both.
+        macro: what the compiler defines for this variant and not for ``like``.
     """
 
     name: str
     machine: str
     flags: tuple[str, ...]
     features: frozenset[str]
+    like: str | None = None
+    macro: str = ""
 
     @property
     def file_name(self) -> str:
@@ -43,6 +47,8 @@ VARIANTS = (
         "x86_64",
         ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
         _V4 | {"avx512_bf16"},
+        like="x86-64-v4",
+        macro="__AVX512BF16__",
     ),
     Variant("x86-64-v4", "x86_64", ("-march=x86-64-v4", "-mprefer-vector-width=512"), _V4),
     Variant("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),

@@ -31,33 +31,57 @@ def test_every_variant_gets_every_source(tmp_path: Path, monkeypatch: pytest.Mon
     assert {f"libpagedkv-{name}.so" for name in X86} | {"manifest.json"} == {
         p.name for p in (tmp_path / "lib").iterdir()
     }
-    assert len(X86) * (NUM_SOURCES + 1) == len(compiler.calls)
-    for variant in VARIANTS:
-        for source in (path for path in source_files() if path.suffix == ".cpp"):
-            expected = int(variant.machine == "x86_64")
-            found = [call for call in compiler.calls if call.endswith(f"/{variant.name}-{source.stem}.o")]
-            assert expected == len([call for call in found if set(variant.flags) <= set(call.split())])
+    for variant in (variant for variant in VARIANTS if variant.machine == "x86_64"):
+        (link,) = [call.split() for call in compiler.calls if call.endswith(f"/{variant.file_name}.new")]
+        objects = [part for part in link if part.endswith(".o")]
+        assert NUM_SOURCES == len(objects)
+        for target in objects:
+            (compiled,) = [
+                call.split() for call in compiler.calls if call.endswith(f" -c {source_of(call)} -o {target}")
+            ]
+            flags = next(v.flags for v in VARIANTS if target.rpartition("/")[2].startswith(f"{v.name}-"))
+            assert set(flags) <= set(compiled)
+            assert target.rpartition("/")[2].startswith((f"{variant.name}-", f"{variant.like}-"))
+
+
+def source_of(call: str) -> str:
+    """Return the source file that a command compiles."""
+    return next((part for part in call.split() if part.endswith(".cpp")), "")
+
+
+def test_sources_that_read_the_same_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant like another has objects of its own only from sources that name what sets it apart."""
+    for name, content in (("one.cpp", ""), ("two.cpp", "#ifdef __AVX512BF16__"), ("three.h", "")):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    monkeypatch.setattr(build_module, "SOURCE_FOLDERS", (tmp_path,))
+    compiler = FakeCompiler(tmp_path / "bin")
+    monkeypatch.setenv("CXX", compiler.command)
+    build(output=tmp_path / "lib", machine="x86_64")
+    own = [call.rpartition("/")[2] for call in compiler.calls if "/x86-64-v4-bf16-" in call.rpartition(" -o ")[2]]
+
+    assert ["x86-64-v4-bf16-two.o"] == own
 
 
 def test_what_is_there_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second build calls no compiler; a lost file brings back its own variant, other sources or ``force`` all."""
     compiler = FakeCompiler(tmp_path / "bin")
     monkeypatch.setenv("CXX", compiler.command)
-    output, per_variant = tmp_path / "lib", NUM_SOURCES + 1
+    output = tmp_path / "lib"
     first = build(output=output, machine="x86_64")
-    counts = [len(compiler.calls)]
-    for lost in (None, X86[1]):
+    everything = len(compiler.calls)
+    counts = []
+    for lost in (None, X86[2]):
         if lost is not None:
             (output / f"libpagedkv-{lost}.so").unlink()
         assert first == build(output=output, machine="x86_64")
-        counts.append(len(compiler.calls))
+        counts.append(len(compiler.calls) - everything)
     build(output=output, machine="x86_64", force=True)
-    counts.append(len(compiler.calls))
+    counts.append(len(compiler.calls) - everything)
     monkeypatch.setattr(build_module, "LINK_FLAGS", ("-shared", "-other"))
     assert first.sources != build(output=output, machine="x86_64").sources
-    counts.append(len(compiler.calls))
+    counts.append(len(compiler.calls) - everything)
 
-    assert [3 * per_variant, 3 * per_variant, 4 * per_variant, 7 * per_variant, 10 * per_variant] == counts
+    assert [0, NUM_SOURCES + 1, NUM_SOURCES + 1 + everything, NUM_SOURCES + 1 + 2 * everything] == counts
 
 
 def test_one_variant_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
