@@ -45,14 +45,36 @@ inline void four_scores(const float *queries, const char *const *rows, int64_t d
     }
 }
 
-// Scores of a tile for kHeads heads; asks for the rows of the next tile's K on the first pass over this one.
-template <class Element, int kHeads>
-void tile_scores(const float *queries, const Tile &tile, const Tile *next, int64_t dim, float *scores) {
+// Call `body` with 1 to kMost heads as a constant, until all are done; rather two and two than three and one.
+template <int kMost, class Body>
+inline void by_heads(int num_heads, Body body) {
+    for (int h = 0; h < num_heads;) {
+        const int left = num_heads - h;
+        const int count = left > kMost ? (left == kMost + 1 ? kMost - 1 : kMost) : left;
+        if (count == 4) {
+            if constexpr (kMost >= 4) body(std::integral_constant<int, 4>{}, h);
+        } else if (count == 3) {
+            body(std::integral_constant<int, 3>{}, h);
+        } else if (count == 2) {
+            body(std::integral_constant<int, 2>{}, h);
+        } else {
+            body(std::integral_constant<int, 1>{}, h);
+        }
+        h += count;
+    }
+}
+
+// Scores of a tile for all heads, four keys at a time so that their rows stay in L1 for every head; asks for the rows of
+// the next tile's K meanwhile.
+template <class Element>
+void tile_scores(const float *queries, int num_heads, const Tile &tile, const Tile *next, int64_t dim, float *scores) {
     for (int key = 0; key < tile.count; key += 4) {
         if (next) {
             for (int i = key; i < key + 4; i++) prefetch_row(next->k[i], dim * sizeof(Element));
         }
-        four_scores<Element, kHeads>(queries, tile.k + key, dim, scores + key);
+        by_heads<kScoreHeads>(num_heads, [&](auto heads, int h) {
+            four_scores<Element, heads>(queries + h * dim, tile.k + key, dim, scores + h * kTileKeys + key);
+        });
     }
 }
 
@@ -155,25 +177,6 @@ inline void read_scales(float *to, const float *const *from, int count) {
     for (int key = 0; key < count; key++) to[key] = *from[key];
 }
 
-// Call `body` with 1 to kMost heads as a constant, until all are done; rather two and two than three and one.
-template <int kMost, class Body>
-inline void by_heads(int num_heads, Body body) {
-    for (int h = 0; h < num_heads;) {
-        const int left = num_heads - h;
-        const int count = left > kMost ? (left == kMost + 1 ? kMost - 1 : kMost) : left;
-        if (count == 4) {
-            if constexpr (kMost >= 4) body(std::integral_constant<int, 4>{}, h);
-        } else if (count == 3) {
-            body(std::integral_constant<int, 3>{}, h);
-        } else if (count == 2) {
-            body(std::integral_constant<int, 2>{}, h);
-        } else {
-            body(std::integral_constant<int, 1>{}, h);
-        }
-        h += count;
-    }
-}
-
 template <class Element, bool kScaled>
 void decode(const Call &call, const Item &item, int64_t kv_head, float *queries, Partial result) {
     const pagedkv_layer &layer = call.layer;
@@ -213,9 +216,7 @@ void decode(const Call &call, const Item &item, int64_t kv_head, float *queries,
             read_scales(k_scales, tile.k_scale, tile.count);
             read_scales(v_scales, tile.v_scale, tile.count);
         }
-        by_heads<kScoreHeads>(group, [&](auto heads, int h) {
-            tile_scores<Element, heads>(queries + h * k_dim, tile, h ? nullptr : next, k_dim, scores + h * kTileKeys);
-        });
+        tile_scores<Element>(queries, group, tile, next, k_dim, scores);
         for (int h = 0; h < group; h++) {
             HeadRule head{rule, layer.alibi_slopes ? layer.alibi_slopes[first_head + h] * kLog2E : 0, item.q_position};
             float *weights = scores + h * kTileKeys;
