@@ -15,6 +15,7 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.engine.build import find_eos_token_ids, load_pretrained, make_backend
 from pagedkv.engine.checks import require_bool, require_int
 from pagedkv.engine.core import EngineCore
+from pagedkv.engine.model_step import FastRunner
 from pagedkv.engine.params import SamplingParams
 from pagedkv.engine.prompts import require_list, require_tokenizer, to_token_ids
 from pagedkv.engine.stops import OutputText
@@ -54,6 +55,12 @@ class Engine:
         max_step_tokens: the most input tokens of one step, prefill chunks and decode together; at least ``max_batch``.
         watermark: the share of the cache that new requests leave free beside running ones, 0 to below 1; by default
             0.01 for pages and 0 for baselines.
+        packed: whether the model's linears run on packed copies of their weights, which double its memory on the CPU
+            (triple it where bfloat16 has to be widened); None: where the copies take a quarter of the free memory or
+            less.
+        exact: whether every token must be that of the model's own operations, even at a tie; fewer parts are
+            faster then.
+        threads: of torch's pool while a step runs; None: as many as it has.
         seed: of the seeds of requests that bring none, for runs that can be repeated, 0 to 2**64 - 1; None: from the
             system.
         clock: seconds, for metrics only.
@@ -79,6 +86,9 @@ class Engine:
         max_len: int | None = None,
         max_step_tokens: int = 1024,
         watermark: float | None = None,
+        packed: bool | None = None,
+        exact: bool = False,
+        threads: int | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -89,6 +99,11 @@ class Engine:
             raise TypeError(f"model must be a transformers model, was {type(model).__name__}")
         require_tokenizer(tokenizer)
         require_bool("prefix_cache", prefix_cache)
+        require_bool("exact", exact)
+        if packed is not None:
+            require_bool("packed", packed)
+        if threads is not None:
+            require_int("threads", threads, 1)
         spec = KVSpec.from_config(model.config)
         context = spec.max_len if max_len is None else require_int("max_len", max_len, 1, spec.max_len)
         if max_batch is not None:
@@ -116,7 +131,7 @@ class Engine:
             context = min(context, getattr(cache, "max_len", context))
         paged = cache if isinstance(cache, PagedKVCache) else None
         core = EngineCore(
-            ModelRunner(model, cache),
+            FastRunner(ModelRunner(model, cache), packed=packed, exact=exact, threads=threads),
             cache,
             vocab_size=spec.vocab_size,
             max_len=context,
