@@ -113,7 +113,7 @@ class Runs:
                     f"{name_of}: {label or what}", name, value, unit if label else "count",
                     "higher" if "reused" in what else "lower",
                 )  # fmt: skip
-            if name != OURS and self.answers[OURS]:
+            if name != OURS and self.answers.get(OURS):
                 report.add(f"{name_of}: tokens as ours", name, self._agreement(name), "%")
         for name, rate in rates.items():
             if name != OURS and OURS in rates:

@@ -13,7 +13,7 @@ import torch
 from pagedkv.engine.model_step.linears import eligible, packed, parameters
 from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
 from pagedkv.engine.model_step.products import packed_bytes, plain_product
-from pagedkv.native import step_ops
+from pagedkv.native import bound_ops, step_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     Forward = Callable[[torch.Tensor], torch.Tensor]
     Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     Linears = list[torch.nn.Linear]
-
-_GATES = (step_ops.silu_mul, step_ops.gelu_tanh_mul)
 
 
 def _block(inner: Product, outer: Product, gate: Gate, *, gate_first: bool) -> Forward:
@@ -56,8 +54,9 @@ def _linears_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Linears, L
     return None
 
 
-def _candidates(inner: Product, outer: Product) -> Iterator[Forward]:
-    for gate in _GATES:
+def _candidates(inner: Product, outer: Product, dtype: torch.dtype) -> Iterator[Forward]:
+    for activation in range(len(step_ops.GATES)):
+        gate = bound_ops.gated(activation, dtype)
         for gate_first in (True, False):
             yield _block(inner, outer, gate, gate_first=gate_first)
 
@@ -79,8 +78,8 @@ def patch_gates(patches: Patches, modules: list[torch.nn.Module], accept: Accept
             run = packed(linears, accept) if pack else None
             patches.extra_bytes += 0 if run is None else packed_bytes(parameters(linears)[0])
             products.append(run or plain_product(*parameters(linears)))
-        patches.forwards[module] = _guarded(list(_candidates(products[0], products[1]))[block], own)
-        patches.weights.append(Weights.of(*widening, *narrowing))
+        patches.forwards[module] = _guarded(list(_candidates(products[0], products[1], accept.dtype))[block], own)
+        patches.weights.append(Weights(*widening, *narrowing))
 
 
 def _recognise(widening: Linears, narrowing: Linears, own: Forward, accept: Acceptance) -> int | None:
@@ -88,7 +87,7 @@ def _recognise(widening: Linears, narrowing: Linears, own: Forward, accept: Acce
     inner, outer = plain_product(*parameters(widening)), plain_product(*parameters(narrowing))
     inputs = accept.rows(widening[0].in_features, (3,))
     with torch.inference_mode():
-        for place, run in enumerate(_candidates(inner, outer)):
+        for place, run in enumerate(_candidates(inner, outer, accept.dtype)):
             if all(accept.agrees(run, own, x) for x in inputs):
                 return place
     return None

@@ -128,5 +128,5 @@ def patch_linears(patches: Patches, groups: Sequence[list[torch.nn.Linear]], acc
                 siblings = Siblings(linears, run)
                 patches.forwards.update(siblings.forwards())
                 patches.forget.append(siblings.forget)
-            patches.weights.append(Weights.of(*linears))
+            patches.weights.append(Weights(*linears))
             patches.extra_bytes += packed_bytes([one.weight for one in linears])

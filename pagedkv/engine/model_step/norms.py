@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
-from pagedkv.native import step_ops
+from pagedkv.native import bound_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,19 +25,12 @@ if TYPE_CHECKING:
 _SCALES = (1.0, 1e-3)
 
 
-def _norm(weight: torch.Tensor, eps: float) -> Norm:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return step_ops.rms_norm(x if x.is_contiguous() else x.contiguous(), weight, eps)
-
-    return run
-
-
 def _candidates(module: torch.nn.Module, weight: torch.Tensor) -> Iterator[tuple[Norm, int]]:
     """Yield what the module may compute, with the bytes that it copies."""
     numbers = {value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 1}
     for eps in sorted(numbers):
-        yield _norm(weight, eps), 0
-        yield _norm((1 + weight.float()).to(weight.dtype), eps), weight.nbytes
+        yield bound_ops.rms_norm(weight, eps), 0
+        yield bound_ops.rms_norm((1 + weight.float()).to(weight.dtype), eps), weight.nbytes
 
 
 def patch_norms(patches: Patches, modules: list[torch.nn.Module], accept: Acceptance) -> None:
@@ -55,7 +48,7 @@ def patch_norms(patches: Patches, modules: list[torch.nn.Module], accept: Accept
             for run, size in _candidates(module, weight.detach()):
                 if all(accept.agrees(run, own, x) for x in inputs):
                     patches.forwards[module] = _guarded(run, own, weight.dtype)
-                    patches.weights.append(Weights.of(module))
+                    patches.weights.append(Weights(module))
                     patches.extra_bytes += size
                     break
 

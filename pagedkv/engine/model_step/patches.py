@@ -16,36 +16,28 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
 class Weights:
-    """Tensors that a replacement has copies of, and how they were then: changed weights end it.
+    """Parameters that a replacement has taken, and how they were then: changed weights end it."""
 
-    Attributes:
-        holders: the modules that own them, with the names of the parameters.
-        seen: address and version of each, in the same order.
-    """
-
-    holders: tuple[tuple[torch.nn.Module, str], ...]
-    seen: tuple[tuple[int, int] | None, ...]
-
-    @classmethod
-    def of(cls, *modules: torch.nn.Module) -> Weights:
+    def __init__(self, *modules: torch.nn.Module) -> None:
         """Note all parameters of ``modules``."""
-        holders = tuple((module, name) for module in modules for name in module._parameters)
-        return cls(holders, tuple(_state(module._parameters[name]) for module, name in holders))
+        self._seen = [
+            (module._parameters, name, tensor, tensor.data_ptr(), _version(tensor))
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        ]
 
     def unchanged(self) -> bool:
-        """Whether they are the same tensors with the same contents."""
-        return all(
-            _state(module._parameters.get(name)) == seen
-            for (module, name), seen in zip(self.holders, self.seen, strict=True)
-        )
+        """Whether they are the same tensors, in the same memory, and nothing has been written into them."""
+        for parameters, name, tensor, address, version in self._seen:
+            if parameters.get(name) is not tensor or tensor.data_ptr() != address or _version(tensor) != version:
+                return False
+        return True
 
 
-def _state(parameter: torch.Tensor | None) -> tuple[int, int] | None:
-    if parameter is None:
-        return None
-    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     Biases = Sequence[torch.Tensor | None]
     Product = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
-# Widened rows are worth their copies from so many on; below, torch's own bfloat16 product reads half the bytes.
-_FEWEST_WIDENED_ROWS = 4
+LEAST_WORK = 2**19
+"""Multiply-adds below which a float32 product stays plain: the packed call takes 20 us before it begins."""
+
+# A single row goes over plain bfloat16 weights, which are half the bytes to read; from two on, arithmetic decides.
+_FEWEST_WIDENED_ROWS = 2
 _ROWS_HINT = 16  # what oneDNN lays the packed form out for; it serves every number of rows
 
 
@@ -84,22 +87,20 @@ def packed_product(weights: Weights, biases: Biases) -> Product:
         given = [bias for bias in biases if bias is not None]
         bias = torch.cat(given).to(dtype) if given else None
     sizes = [len(weight) for weight in weights]
-    call = torch.ops.mkldnn._linear_pointwise.default
-    if dtype != weights[0].dtype:
-        plain, few = plain_product(weights, biases), _FEWEST_WIDENED_ROWS * weights[0].shape[1]
-
-        def widened(x: torch.Tensor) -> Sequence[torch.Tensor]:
-            if x.numel() < few:
-                return plain(x)
-            parts: Sequence[torch.Tensor] = call(x.float(), ours, bias, "none", [], "").to(x.dtype).split(sizes, -1)
-            return parts
-
-        return widened
-    if len(sizes) == 1:
-        return lambda x: (call(x, ours, bias, "none", [], ""),)
+    call, plain = torch.ops.mkldnn._linear_pointwise.default, plain_product(weights, biases)
+    own = weights[0].dtype
+    if dtype != own:
+        few = _FEWEST_WIDENED_ROWS * weights[0].shape[1]
+    else:
+        few = LEAST_WORK // sum(sizes) if dtype == torch.float32 else 0
 
     def run(x: torch.Tensor) -> Sequence[torch.Tensor]:
-        parts: Sequence[torch.Tensor] = call(x, ours, bias, "none", [], "").split(sizes, -1)
-        return parts
+        if x.numel() < few:
+            return plain(x)
+        if dtype == own:
+            out = call(x, ours, bias, "none", [], "")
+        else:
+            out = call(x.float(), ours, bias, "none", [], "").to(own)
+        return (out,) if len(sizes) == 1 else out.split_with_sizes(sizes, -1)
 
     return run

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagedkv.native import step_ops
+from pagedkv.native import bound_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,12 +29,14 @@ _HALF_DIM = 8  # of the channels of the trial
 
 
 def _rotates(original: Rotary) -> Rotary:
+    in_place = bound_ops.rotary()
+
     def rotate(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if args or kwargs or not torch.is_inference_mode_enabled() or not _tried(q, k, cos, sin):
             return original(q, k, cos, sin, *args, **kwargs)
-        step_ops.rotary_(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+        in_place(q, k, cos, sin)
         return q, k
 
     return rotate
