@@ -145,7 +145,7 @@ def _add(case: Case, medians: dict[str, float], report: Report) -> None:
         if peer in medians:
             report.add(case.name, f"x {peer}", medians[peer] / medians["pagedkv"], "ratio")
     ceiling = {"decode": "bytes_per_second", "prefill": "operations_per_second"}.get(kind)
-    if ceiling is not None:
+    if ceiling is not None and " hot " not in case.name:
         work = case.bytes_read if kind == "decode" else case.operations
         report.add(case.name, "% of ceiling", 100 * work / medians["pagedkv"] / CEILINGS[ceiling], "%")
 
