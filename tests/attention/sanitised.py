@@ -24,7 +24,7 @@ TESTS = ("tests/attention", "-k", "cpu", "-m", "not slow")
 
 
 def compile_lightly() -> None:
-    """Optimise less: the sanitisers make the compiler slow. Flags are in the digest, so builder and loader do the same."""
+    """Optimise less, for the sanitisers slow the compiler. Flags are in the digest: builder and loader do the same."""
     build.COMMON_FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in build.COMMON_FLAGS)
 
 
