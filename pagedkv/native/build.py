@@ -35,7 +35,7 @@ OUTPUT = PACKAGE / "native" / "lib"
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order where ``CXX`` is not set."""
 
-COMMON_FLAGS = (
+COMMON_FLAGS: tuple[str, ...] = (
     "-std=c++20",
     "-O3",
     "-fPIC",
@@ -45,7 +45,7 @@ COMMON_FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-LINK_FLAGS = ("-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+LINK_FLAGS: tuple[str, ...] = ("-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
 """The C++ runtime comes along and stays inside: nothing is asked of the one that torch has loaded."""
 
 _SECONDS = 600

@@ -91,7 +91,7 @@ def test_offsets_beyond_two_to_the_31(dtype: torch.dtype) -> None:
     num_pages = 2**31 // (page_size * head_dim) + 100
     k_pages, v_pages = (torch.empty(num_pages, 1, page_size, head_dim, dtype=dtype) for _ in range(2))
     quantised = dtype == torch.int8
-    scales = tuple(torch.empty(num_pages, 1, page_size) for _ in range(2)) if quantised else None
+    scales = (torch.empty(num_pages, 1, page_size), torch.empty(num_pages, 1, page_size)) if quantised else None
     shape = Shape(
         [(1, 40), (30, 40)], (2, 1), (head_dim, head_dim), page_size, torch.bfloat16, dtype if quantised else None
     )

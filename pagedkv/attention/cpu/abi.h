@@ -34,7 +34,7 @@ enum {
 // What the functions return. On anything but OK nothing was written.
 enum {
     PAGEDKV_OK = 0,
-    PAGEDKV_BAD_LENGTHS = 1,      // cu_q_lens leave [0, total_q] or fall, or a kv_len leaves [0, width * page_size]
+    PAGEDKV_BAD_LENGTHS = 1,      // cu_q_lens leave [0, total_q] or fall, or a kv_len leaves [0, width * page_size] or 31 bits
     PAGEDKV_BAD_ARGUMENT = 2,     // a dtype or a size that this library does not know
     PAGEDKV_OUT_OF_MEMORY = 3,    // no room for scratch
     PAGEDKV_BAD_PAGES = 4,        // slot_mapping or copies name a page outside the pool

@@ -18,28 +18,29 @@ constexpr int kValueHeads = 4;
 template <int kHeads>
 constexpr int kValuePairs = kHeads == 1 ? 4 : kHeads == 2 || kNumRegisters == 32 ? 2 : 1;
 
+// sums[h][key] += query h . key, over one vector of channels: kHeads + 4 loads for 4 * kHeads multiply-adds.
+template <int kHeads, class Widen>
+inline void add_products(Floats (&sums)[kHeads][4], const float *queries, int64_t dim, Widen widen_key) {
+    Floats query[kHeads];
+    for (int h = 0; h < kHeads; h++) query[h] = load<Floats>(queries + h * dim);
+    for (int key = 0; key < 4; key++) {
+        const Floats channels = widen_key(key);
+        for (int h = 0; h < kHeads; h++) sums[h][key] += channels * query[h];
+    }
+}
+
 // scores[h][0..3] = query h . key 0..3, for heads 0 to kHeads - 1 and four rows of K.
 template <class Element, int kHeads>
 inline void four_scores(const float *queries, const char *const *rows, int64_t dim, float *scores) {
+    const Element *keys[4];
+    for (int key = 0; key < 4; key++) keys[key] = reinterpret_cast<const Element *>(rows[key]);
     Floats sums[kHeads][4] = {};
     int64_t i = 0;
     for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
-        for (int key = 0; key < 4; key++) {
-            Floats first, second;
-            widen_pair(reinterpret_cast<const Element *>(rows[key]) + i, first, second);
-            for (int h = 0; h < kHeads; h++) {
-                const float *query = queries + h * dim + i;
-                sums[h][key] += first * load<Floats>(query);
-                sums[h][key] += second * load<Floats>(query + kLanes);
-            }
-        }
+        add_products(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
+        add_products(sums, queries + i + kLanes, dim, [&](int key) { return widen_half<1>(keys[key] + i); });
     }
-    if (i < dim) {
-        for (int key = 0; key < 4; key++) {
-            Floats channels = widen(reinterpret_cast<const Element *>(rows[key]) + i);
-            for (int h = 0; h < kHeads; h++) sums[h][key] += channels * load<Floats>(queries + h * dim + i);
-        }
-    }
+    if (i < dim) add_products(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
     for (int h = 0; h < kHeads; h++) {
         store_four_sums(scores + h * kTileKeys, sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
     }
@@ -92,9 +93,9 @@ void add_values(float *sums, const float *corrections, const float *weights, con
         for (; key < stop; key++) {
             const Element *row = reinterpret_cast<const Element *>(tile.v[key]) + offset;
             for (int pair = 0; pair < kPairs; pair++) {
-                Floats first, second;
-                widen_pair(row + pair * 2 * kLanes, first, second);
+                const Floats first = widen_half<0>(row + pair * 2 * kLanes);
                 for (int h = 0; h < kHeads; h++) added[h][2 * pair] += weights[h * kTileKeys + key] * first;
+                const Floats second = widen_half<1>(row + pair * 2 * kLanes);
                 for (int h = 0; h < kHeads; h++) added[h][2 * pair + 1] += weights[h * kTileKeys + key] * second;
             }
         }

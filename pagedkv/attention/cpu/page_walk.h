@@ -101,8 +101,8 @@ inline void point_at(Tile &tile, const HeadPages &pages, const Table &table, con
     }
 }
 
-// Ask for a row ahead of its use, into L2: hint T1. (Decode cold 1.3x against no hint, T0 gives little: it would
-// push the tile in use out of L1.)
+// Ask for a row ahead of its use, into L2 (hint T1), where it does not push the tile in use out of L1. Decode cold
+// against no hint, Zen 3, two threads: bf16 1.2 to 1.6x, int8 1.4 to 1.6x, fp32 1.05 to 1.2x; hint T0 is level with T1.
 inline void prefetch_row(const char *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }

@@ -148,7 +148,7 @@ inline Floats as_floats(Words bits) { return (Floats)bits; }
 inline Words as_words(Floats value) { return (Words)value; }
 
 // kLanes small integers to 32 bits. GCC 12 splits __builtin_convertvector in halves here, hence the intrinsics (decode
-// int8 hot: 4x).
+// int8 hot: 3x).
 inline Words extend(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (Words)_mm512_cvtepu16_epi32(load<__m256i>(from));
@@ -259,18 +259,17 @@ inline void narrow_one(float *to, float value) { *to = value; }
 // A row of bf16 is read two vectors at a time without a shuffle: the even channels are the 32-bit words shifted up, the
 // odd ones the words with their lower half cleared. So a row of `dim` channels is held in *stored order*: for bf16, in
 // each full 2 * kLanes channels the even ones come first; everything else, and every other dtype, is in plain order. A
-// dot product does not mind as long as both sides agree, and results are put right when they are written. (Against
-// widening half-words in order: decode bf16 hot 1.1x on AVX2.)
+// dot product does not mind as long as both sides agree, and results are put right when they are written.
 
-template <class Element>
-inline void widen_pair(const Element *from, Floats &first, Floats &second) {
-    first = widen(from);
-    second = widen(from + kLanes);
+// Vector 0 or 1 of a full pair in stored order.
+template <int kHalf, class Element>
+inline Floats widen_half(const Element *pair) {
+    return widen(pair + kHalf * kLanes);
 }
-inline void widen_pair(const BFloat16 *from, Floats &even, Floats &odd) {
-    Words words = load<Words>(from);
-    even = as_floats(words << 16);
-    odd = as_floats(words & 0xffff0000u);
+template <int kHalf>
+inline Floats widen_half(const BFloat16 *pair) {
+    Words words = load<Words>(pair);
+    return as_floats(kHalf ? words & 0xffff0000u : words << 16);
 }
 
 // `dim` channels that lie next to one another to fp32 in stored order, times `factor`.
@@ -278,10 +277,8 @@ template <class Element>
 inline void widen_row(float *to, const Element *from, int64_t dim, float factor) {
     int64_t i = 0;
     for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
-        Floats first, second;
-        widen_pair(from + i, first, second);
-        store(to + i, first * factor);
-        store(to + i + kLanes, second * factor);
+        store(to + i, widen_half<0>(from + i) * factor);
+        store(to + i + kLanes, widen_half<1>(from + i) * factor);
     }
     for (; i + kLanes <= dim; i += kLanes) store(to + i, widen(from + i) * factor);
     for (; i < dim; i++) to[i] = widen_one(from + i) * factor;
