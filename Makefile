@@ -8,6 +8,7 @@ BENCH_ARGS ?= --quick
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIBRARY := pagedkv/native/lib/manifest.json
 PEERS := .peers
 VLLM_STAMP := $(PEERS)/vllm/.installed
 PIP_QUIET := --quiet --disable-pip-version-check
@@ -16,12 +17,12 @@ PIP_QUIET := --quiet --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint test test-all demo bench peers clean
+.PHONY: help install kernels lint test test-all demo bench peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## make .venv from constraints.txt with everything a developer needs
+install: $(STAMP) $(LIBRARY) ## make .venv from constraints.txt with everything a developer needs
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "pagedkv needs Python 3.11 or newer, this is %d.%d: make install PYTHON=python3.12" % sys.version_info[:2])'
@@ -29,21 +30,29 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_QUIET) -c constraints.txt -e '.[demo,dev]'
 	@touch $@
 
+kernels: $(STAMP) $(LIBRARY) ## compile the CPU library where sources are newer than it
+
+# Without a compiler there is no library, and the operator says so and takes another way: not a reason to fail.
+$(LIBRARY): $(wildcard pagedkv/attention/cpu/*.cpp pagedkv/attention/cpu/*.h pagedkv/native/*.cpp pagedkv/native/*.h) \
+		pagedkv/native/build.py pagedkv/native/variants.py | $(STAMP)
+	-$(BIN)/python -m pagedkv.native.build
+	@touch $@
+
 lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: lint ## lint, then every test that is not marked slow
+test: lint $(LIBRARY) ## lint, then every test that is not marked slow
 	$(PYTEST) -m "not slow"
 
-test-all: lint ## lint, then every test: whole matrices, soaks, real models, fresh random examples
+test-all: lint $(LIBRARY) ## lint, then every test: whole matrices, soaks, real models, fresh random examples
 	PAGEDKV_TEST_PROFILE=long $(PYTEST) --timeout 3600
 
-demo: $(STAMP) ## watch a real model serve sixteen chats out of paged memory
+demo: $(STAMP) $(LIBRARY) ## watch a real model serve sixteen chats out of paged memory
 	$(BIN)/pagedkv demo $(DEMO_ARGS)
 
-bench: $(STAMP) ## every benchmark; BENCH_ARGS= for the full runs
+bench: $(STAMP) $(LIBRARY) ## every benchmark; BENCH_ARGS= for the full runs
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
 
 peers: $(VLLM_STAMP) $(STAMP) ## environments of the projects we are measured against
@@ -56,5 +65,5 @@ $(VLLM_STAMP):
 	@touch $@
 
 clean: ## remove build outputs and caches; keeps .venv and .peers
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist pagedkv/native/lib *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find pagedkv tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pagedkv.attention.calls import Scales
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("cpu", "torch", "reference")
 GARBAGE = (-1, 2**30)
 """What unused entries of a block table hold."""
 
@@ -139,12 +139,14 @@ def error_limit(case: Case, spec: LayerSpec, arithmetic: torch.dtype = torch.flo
     return 4 * own_error + torch.finfo(arithmetic).eps * largest_v + band
 
 
-def assert_within_limit(case: Case, spec: LayerSpec, actual: torch.Tensor) -> None:
-    """Assert that ``actual`` is as near to the float64 reference as its arithmetic and dtype allow."""
-    excess = (actual.double() - case.reference(spec)).abs() - error_limit(case, spec)
+def assert_within_limit(case: Case, spec: LayerSpec, *results: torch.Tensor) -> None:
+    """Assert that each of ``results`` is as near to the float64 reference as its arithmetic and dtype allow."""
+    exact, limit = case.reference(spec), error_limit(case, spec)
+    for actual in results:
+        excess = (actual.double() - exact).abs() - limit
 
-    assert actual.isfinite().all()
-    assert excess.numel() == 0 or excess.max() <= 0
+        assert actual.isfinite().all()
+        assert excess.numel() == 0 or excess.max() <= 0
 
 
 def uniform_case(shape: Shape, values: torch.Tensor | None = None) -> Case:
