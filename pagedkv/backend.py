@@ -63,7 +63,7 @@ class StepBatch:
     Attributes:
         sequences: the step's sequences, in row order.
         q_lens: new tokens per sequence.
-        input_ids: int64 ``[total_q]`` on the backend's device.
+        has_input_ids: whether every sequence's new tokens are known by id, and not by their count alone.
         position_ids: int64 ``[total_q]``: the text's own positions, ``num_tokens`` onwards.
         last_rows: int64 ``[num_sequences]``: the row of each sequence's last token.
 
@@ -73,18 +73,31 @@ class StepBatch:
     def __init__(
         self,
         sequences: Sequence[Any],
-        tokens: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int] | int],
         starts: Sequence[int],
         device: torch.device,
     ) -> None:
-        """Lay out ``tokens[i]``, which begin at position ``starts[i]`` of ``sequences[i]``."""
+        """Lay out ``tokens[i]``, or so many, which begin at position ``starts[i]`` of ``sequences[i]``."""
         self.sequences = tuple(sequences)
-        self.q_lens = [len(row) for row in tokens]
-        flat = [token for row in tokens for token in row]
-        positions = [p for start, row in zip(starts, tokens, strict=True) for p in range(start, start + len(row))]
-        self.input_ids = torch.tensor(flat, dtype=torch.int64, device=device)
+        named = [row for row in tokens if not isinstance(row, int)]
+        self.q_lens = [row if isinstance(row, int) else len(row) for row in tokens]
+        positions = [p for start, count in zip(starts, self.q_lens, strict=True) for p in range(start, start + count)]
+        self.has_input_ids = len(named) == len(tokens)
+        flat = [token for row in named for token in row]
+        self._input_ids = torch.tensor(flat, dtype=torch.int64, device=device)
         self.position_ids = torch.tensor(positions, dtype=torch.int64, device=device)
         self.last_rows = torch.tensor(self.q_lens, dtype=torch.int64, device=device).cumsum(0) - 1
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """The new tokens, int64 ``[total_q]`` on the backend's device.
+
+        Raises:
+            RuntimeError: if those of a sequence are known by their count alone (`has_input_ids`).
+        """
+        if not self.has_input_ids:
+            raise RuntimeError("batch has no input_ids: a sequence's new tokens are known by their count alone")
+        return self._input_ids
 
 
 class CacheBackend(Protocol):

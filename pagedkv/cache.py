@@ -16,13 +16,16 @@ from pagedkv.allocator import BlockAllocator, Room, StepInFlight
 from pagedkv.allocator import Sequence as PagedSequence
 from pagedkv.attention import LayerSpec, copy_pages, paged_attention, write_kv
 from pagedkv.attention.backends import backend_names
+from pagedkv.attention.quantise import dequantise
 from pagedkv.backend import CacheUsage
 from pagedkv.sizing import bytes_per_token, default_num_pages, parse_memory, require_count, require_float_dtype
 from pagedkv.spec import KVSpec
-from pagedkv.step import PagedStep, StepBuffers
+from pagedkv.step import PagedStep, StepBuffers, StepRow
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from pagedkv.backend import StepBatch
 
@@ -178,43 +181,51 @@ class PagedKVCache:
         """Return the pages that ``tokens`` and ``growth`` more would take now, and those available."""
         return self.allocator.room(tokens, growth=growth, namespace=namespace)
 
-    def begin_step(self, inputs: Mapping[PagedSequence, Sequence[int]]) -> PagedStep:
+    def begin_step(self, inputs: Mapping[PagedSequence, Sequence[int] | int]) -> PagedStep:
         """Make room for the next tokens of each sequence, and lay the step out; all sequences or none.
 
+        Instead of token ids a sequence may have a count: KV that no token names, such as embeddings' or a padded
+        text's. What is stored so, and all that follows it in the sequence, is never found by others. A step with such
+        a sequence has no `input_ids`.
+
         Raises:
+            TypeError: if an input is neither token ids nor a whole number.
             ValueError: if a sequence has no tokens, other tokens than its prompt, or too many; or the batch is too
                 large.
             RuntimeError: if a step is in flight.
             OutOfPages: if the pool cannot take the whole step.
         """
         sequences = list(inputs)
-        tokens = [list(row) for row in inputs.values()]
-        self._require_step(sequences, tokens)
-        counts = [len(row) for row in tokens]
+        rows: list[StepRow] = [row if isinstance(row, int) else list(row) for row in inputs.values()]
+        counts = [row if isinstance(row, int) else len(row) for row in rows]
+        self._require_step(sequences, rows, counts)
         self.allocator.reserve_batch(sequences, counts)
         try:
             self._run_copies()
-            step = PagedStep(sequences, tokens, self.allocator.block_tables(), self._buffers)
+            step = PagedStep(sequences, rows, self.allocator.block_tables(), self._buffers)
         except BaseException:
             self.allocator.commit_batch(sequences, [[] for _ in sequences])
             raise
         self._step, self._in_flight = step, self.allocator.begin_step()
         return step
 
-    def _require_step(self, sequences: list[PagedSequence], tokens: list[list[int]]) -> None:
+    def _require_step(self, sequences: list[PagedSequence], rows: list[StepRow], counts: list[int]) -> None:
         if self._step is not None:
             raise RuntimeError("begin_step needs the step in flight to be ended or abandoned first")
         if not 1 <= len(sequences) <= self.max_batch:
             raise ValueError(f"inputs must hold 1 to max_batch = {self.max_batch} sequences, held {len(sequences)}")
-        for sequence, row in zip(sequences, tokens, strict=True):
-            if not row:
-                raise ValueError(f"inputs must hold at least one token for each sequence, held none for {sequence!r}")
-            if sequence.num_tokens + len(row) > self.max_len:
+        for sequence, row, count in zip(sequences, rows, counts, strict=True):
+            if isinstance(row, bool):
+                raise TypeError(f"inputs must be token ids or a whole number of tokens, were {row!r} for {sequence!r}")
+            if count < 1:
+                raise ValueError(f"inputs must hold at least one token for each sequence, held {row} for {sequence!r}")
+            if sequence.num_tokens + count > self.max_len:
                 raise ValueError(
                     f"inputs must keep each sequence within max_len = {self.max_len} tokens, "
-                    f"would take {sequence!r} to {sequence.num_tokens + len(row)}"
+                    f"would take {sequence!r} to {sequence.num_tokens + count}"
                 )
-            sequence.require_next(row)
+            if not isinstance(row, int):
+                sequence.require_next(row)
 
     def _run_copies(self) -> None:
         """Clear and copy pages as the allocator asks, before anything is written to them."""
@@ -258,6 +269,26 @@ class PagedKVCache:
             check=self._check,
         )
 
+    def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all K and V of ``layer`` for the step's sequences, each ``[sum(kv_lens), num_kv_heads, dim]``.
+
+        Row after row in the order of positions, this step's included (so `write` comes first); quantised ones as
+        float32. Of a sequence in a sliding window group only the positions that are still held: `held_positions`.
+        """
+        self._require_layer(layer)
+        slots = self._current(batch).held_slots()
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        k, v = self.k_pages[layer][pages, :, offsets], self.v_pages[layer][pages, :, offsets]
+        scales = self.kv_scales[layer]
+        if scales is None:
+            return k, v
+        return dequantise(k, scales[0][pages, :, offsets]), dequantise(v, scales[1][pages, :, offsets])
+
+    def held_positions(self, layer: int, batch: StepBatch) -> list[NDArray[np.int64]]:
+        """Return for each row of the step the positions whose K and V `gather` returns for ``layer``, ascending."""
+        self._require_layer(layer)
+        return self._current(batch).held_positions()
+
     def end_step(self, batch: StepBatch, *, keep: Mapping[PagedSequence, int] | None = None) -> None:
         """Commit the step's tokens; with ``keep`` only the first ``keep[seq]`` of a sequence, the rest is undone.
 
@@ -277,10 +308,14 @@ class PagedKVCache:
         step = self._current(batch)
         self._leave_step(step, [[] for _ in step.sequences])
 
-    def _leave_step(self, step: PagedStep, tokens: list[list[int]]) -> None:
-        """Commit ``tokens`` to the step's sequences that are still open, and let go of what was freed meanwhile."""
-        rows = [(sequence, row) for sequence, row in zip(step.sequences, tokens, strict=True) if not sequence.closed]
-        self.allocator.commit_batch([sequence for sequence, _ in rows], [row for _, row in rows])
+    def _leave_step(self, step: PagedStep, rows: Sequence[StepRow]) -> None:
+        """Commit ``rows`` to the step's sequences that are still open, and let go of what was freed meanwhile."""
+        live = [(sequence, row) for sequence, row in zip(step.sequences, rows, strict=True) if not sequence.closed]
+        named = [(sequence, row) for sequence, row in live if not isinstance(row, int)]
+        self.allocator.commit_batch([sequence for sequence, _ in named], [row for _, row in named])
+        for sequence, row in live:
+            if isinstance(row, int):
+                sequence.commit(count=row)
         if self._in_flight is not None:
             self._in_flight.end()
         self._step = self._in_flight = None
@@ -307,17 +342,17 @@ class PagedKVCache:
         )
 
 
-def _kept(step: PagedStep, keep: Mapping[PagedSequence, int]) -> list[list[int]]:
-    """Return each row's first ``keep[sequence]`` tokens, all of them where ``keep`` is silent."""
+def _kept(step: PagedStep, keep: Mapping[PagedSequence, int]) -> list[StepRow]:
+    """Return each row's first ``keep[sequence]`` tokens, or that count; all of them where ``keep`` is silent."""
     unknown = set(keep) - set(step.sequences)
     if unknown:
         raise ValueError(f"keep must name sequences of the step, named {unknown.pop()!r}")
-    rows = []
-    for sequence, row in zip(step.sequences, step.tokens, strict=True):
-        count = keep.get(sequence, len(row))
-        if not 0 <= count <= len(row):
-            raise ValueError(f"keep[{sequence!r}] must be 0 to {len(row)}, was {count}")
-        rows.append(row[:count])
+    rows: list[StepRow] = []
+    for sequence, row, most in zip(step.sequences, step.tokens, step.q_lens, strict=True):
+        count = keep.get(sequence, most)
+        if not 0 <= count <= most:
+            raise ValueError(f"keep[{sequence!r}] must be 0 to {most}, was {count}")
+        rows.append(count if isinstance(row, int) else row[:count])
     return rows
 
 

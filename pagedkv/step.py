@@ -52,11 +52,15 @@ class StepBuffers:
         )
 
 
+StepRow = list[int] | int
+"""What a sequence takes into a step: its next token ids, or, where no token names the KV, how many."""
+
+
 class PagedStep(StepBatch):
     """A `StepBatch` with what the paged operator needs.
 
     Attributes:
-        tokens: the new token ids of each sequence.
+        tokens: the new token ids of each sequence, or their count.
         slot_mapping: int64 ``[total_q]``: where each new token's K and V go.
         attention: the `AttentionBatch` that every layer of the step shares.
     """
@@ -64,7 +68,7 @@ class PagedStep(StepBatch):
     def __init__(
         self,
         sequences: list[PagedSequence],
-        tokens: list[list[int]],
+        tokens: list[StepRow],
         block_tables: NDArray[np.int32],
         buffers: StepBuffers,
     ) -> None:
@@ -80,4 +84,23 @@ class PagedStep(StepBatch):
         pages = tables[np.repeat(np.arange(len(sequences)), q_lens), positions // buffers.page_size].astype(np.int64)
         slots = pages * buffers.page_size + positions % buffers.page_size
         self.slot_mapping = torch.from_numpy(slots).to(buffers.device)
+        self._tables, self._kv_lens, self._page_size = tables, kv_lens, buffers.page_size
         self.attention = buffers.fill(tables, kv_lens, q_lens)
+
+    def held_positions(self) -> list[NDArray[np.int64]]:
+        """Return for each row the positions that are still held, ascending, this step's included."""
+        blocks = [
+            row[: -(-int(length) // self._page_size)] for row, length in zip(self._tables, self._kv_lens, strict=True)
+        ]
+        held = [
+            (np.flatnonzero(pages)[:, None] * self._page_size + np.arange(self._page_size)).ravel() for pages in blocks
+        ]
+        return [positions[positions < length] for positions, length in zip(held, self._kv_lens, strict=True)]
+
+    def held_slots(self) -> torch.Tensor:
+        """Return the slots of `held_positions`, row after row, int64 ``[total]``."""
+        slots = [
+            row[positions // self._page_size].astype(np.int64) * self._page_size + positions % self._page_size
+            for row, positions in zip(self._tables, self.held_positions(), strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(slots)).to(self.slot_mapping.device)
