@@ -6,6 +6,7 @@ Weights are drawn wide (std 0.2), so that logits are far apart and dropping a to
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +128,11 @@ def tiny(name: str) -> Any:
 
 @torch.no_grad()
 def stock_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Return ``[len(tokens), vocab]``: the model alone on one text, without any cache."""
-    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
-    return logits
+    """Return ``[len(tokens), vocab]``: the model alone on one text, without any cache, at `generate`'s positions."""
+    positions = {"position_ids": torch.arange(len(tokens)).unsqueeze(0)}
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False, **(positions if takes else {})).logits
+    return logits[0].float()
 
 
 def stock_greedy(

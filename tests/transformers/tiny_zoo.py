@@ -50,10 +50,12 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_d_conv", "mamba_n_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "shared_intermediate_size", "adapter_rank"), 16),
-    **dict.fromkeys(("mamba_num_heads", "hidden_size_per_layer_input", "router_hidden_size", "lru_width"), 8),
+    **dict.fromkeys(("mamba_num_heads", "hidden_size_per_layer_input", "router_hidden_size"), 8),
+    **dict.fromkeys(("lru_width",), 32),
     **dict.fromkeys(("mamba_d_ssm", "attention_hidden_size"), 64),
     **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim", "pronunciation_vocab_size", "shape_vocab_size"), 16),
-    **dict.fromkeys(("lru_width", "hidden_size_global", "backbone_hidden_size"), 32),
+    **dict.fromkeys(("hidden_size_global", "backbone_hidden_size"), 32),
+    **dict.fromkeys(("encoder_hash_byte_group_vocab",), VOCAB),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -79,6 +81,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots3_note_text": {
+        "head_dim": 16,
         "per_layer_config": {
             layer: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 12}
             for layer in (1, 3)
