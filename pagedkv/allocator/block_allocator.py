@@ -21,7 +21,7 @@ from .ledger import Ledger, Room
 from .lifecycle import ResetReport, check_truncate, close_row, fork_row, open_row, reset, room_for, truncate_row
 from .observer import require_observer
 from .prompt import read_prompt
-from .reserving import Plan, reserve_rows
+from .reserving import reserve_rows, room_to_grow
 from .sequence import CLOSED, Sequence
 from .stats import Stats, collect
 from .swapping import close_swapped
@@ -147,17 +147,14 @@ class BlockAllocator(Holding):
         """
         self._enter()
         prompt = read_prompt(tokens, namespace, media, self.page_size)
-        if chunk is not None and count_of(chunk, "chunk") < 1:
-            raise ValueError(f"chunk must be at least 1, was {chunk}")
-        return room_for(self.ledger, prompt, count_of(growth, "growth"), chunk)
+        return room_for(self.ledger, prompt, count_of(growth, "growth"), _chunk_of(chunk))
 
-    def room_to_grow(self, sequence: Sequence, num_tokens: int) -> Room:
+    def room_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> Room:
         """See `Sequence.room`."""
         self._enter()
         count = count_of(num_tokens, "num_tokens")
-        rows = self._rows_of((sequence,), at_rest="room")
-        plan = Plan(self.ledger, rows, [count])
-        return Room(plan.needed, plan.available)
+        (row,) = self._rows_of((sequence,), at_rest="room")
+        return room_to_grow(self.ledger, row, count, _chunk_of(chunk))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """See `Sequence.fork`."""
@@ -346,3 +343,9 @@ class BlockAllocator(Holding):
         self._batch = None
         self._serial += 1
         return Sequence(self, prompt, namespace, serial=self._serial, origin=self._now(), where=self._where())
+
+
+def _chunk_of(chunk: int | None) -> int | None:
+    if chunk is not None and count_of(chunk, "chunk") < 1:
+        raise ValueError(f"chunk must be at least 1, was {chunk}")
+    return chunk
