@@ -11,6 +11,7 @@ require_supported()
 
 # After the check, for a clear message.
 from pagedkv.transformers.observe import observe_kv_spec  # noqa: E402
+from pagedkv.transformers.paged_cache import PagedCache  # noqa: E402
 from pagedkv.transformers.runner import ModelRunner  # noqa: E402
 
-__all__ = ["ModelRunner", "UnsupportedModel", "observe_kv_spec"]
+__all__ = ["ModelRunner", "PagedCache", "UnsupportedModel", "observe_kv_spec"]
