@@ -98,14 +98,20 @@ class KVSpec:
             UnsupportedModel: if the model keeps anything else than K and V per token; the message says what.
             TypeError: if ``config`` is no transformers config.
         """
-        if not hasattr(config, "get_text_config"):
-            raise TypeError(f"config must be a transformers config, was {type(config).__name__}")
+        layers = kv_layers(config)
         text = config.get_text_config(decoder=True)
-        _require_decoder_only(config, text)
-        kinds, windows = _layer_kinds(text)
-        configs = _layer_configs(text, len(kinds))
-        layers = tuple(_layer_kv(*layer) for layer in zip(kinds, windows, configs, strict=True))
         return cls(layers=layers, max_len=_max_len(text), vocab_size=text.vocab_size)
+
+
+def kv_layers(config: Any) -> tuple[LayerKV, ...]:
+    """Return what each layer stores by its config, as in `KVSpec.from_config`, of texts of any length."""
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config must be a transformers config, was {type(config).__name__}")
+    text = config.get_text_config(decoder=True)
+    _require_decoder_only(config, text)
+    kinds, windows = _layer_kinds(text)
+    configs = _layer_configs(text, len(kinds))
+    return tuple(_layer_kv(*layer) for layer in zip(kinds, windows, configs, strict=True))
 
 
 def _refuse(config: Any, reason: str) -> UnsupportedModel:

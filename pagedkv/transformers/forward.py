@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pagedkv.spec import UnsupportedModel
+from pagedkv.spec import UnsupportedModel, kv_layers
 from pagedkv.transformers.hook import IMPLEMENTATION, active, implementation
 from pagedkv.transformers.observe import cache_keyword, observe_kv_spec
 from pagedkv.transformers.ragged_cache import RaggedCache
@@ -38,6 +38,7 @@ class RaggedForward:
             raise ValueError("model must be in eval mode (model.eval()), was in training mode")
         self.model = model
         self._cache_keyword = cache_keyword(model)
+        kv_layers(model.config)  # first, since what a layer keeps is the better reason
         _require_place_for_steps(model)
         self.spec = observe_kv_spec(model)
         modules = [getattr(module, "config", None) for module in model.modules()]
