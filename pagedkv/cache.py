@@ -257,6 +257,8 @@ class PagedKVCache:
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Attend from q ``[total_q, num_q_heads, k_dim]`` to all that is stored: ``[total_q, num_q_heads, v_dim]``."""
         step = self._group_step(layer, batch)
+        if self.spec.layers[layer].chunked:
+            raise ValueError(f"layer must attend by a window that slides, layer {layer} attends within chunks: gather")
         return paged_attention(
             q,
             self.k_pages[layer],

@@ -6,13 +6,12 @@ ragged step. It knows no memory: where K and V go is the store's.
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pagedkv.spec import UnsupportedModel, kv_layers
+from pagedkv.spec import UnsupportedModel
 from pagedkv.transformers.hook import IMPLEMENTATION, active, implementation
 from pagedkv.transformers.observe import cache_keyword, observe_kv_spec
 from pagedkv.transformers.ragged_cache import RaggedCache
@@ -38,8 +37,6 @@ class RaggedForward:
             raise ValueError("model must be in eval mode (model.eval()), was in training mode")
         self.model = model
         self._cache_keyword = cache_keyword(model)
-        kv_layers(model.config)  # first, since what a layer keeps is the better reason
-        _require_place_for_steps(model)
         self.spec = observe_kv_spec(model)
         modules = [getattr(module, "config", None) for module in model.modules()]
         self._configs = list({id(one): one for one in modules if isinstance(one, PreTrainedConfig)}.values())
@@ -77,21 +74,9 @@ class RaggedForward:
             positions = torch.arange(len(tokens), device=self.model.device).unsqueeze(0)
             return _logits(self.model(input_ids=ids, position_ids=positions, use_cache=False))[0].float()
 
-    def cache(
-        self, store: LayerStore, batch: StepBatch, routes: LayerRoutes, *, learning: bool = False
-    ) -> RaggedCache:
+    def cache(self, store: LayerStore, batch: StepBatch, routes: LayerRoutes, *, learning: bool = False) -> RaggedCache:
         """Return the cache object of one step."""
         return RaggedCache(self.spec, store, batch, routes, learning=learning)
-
-
-def _require_place_for_steps(model: PreTrainedModel) -> None:
-    """Raise unless the model's forward takes what a step of many texts says: positions, and the rows to keep."""
-    parameters = inspect.signature(model.forward).parameters
-    for wanted, why in (("position_ids", "each token's position"), ("logits_to_keep", "each text's last row")):
-        if wanted not in parameters:
-            raise UnsupportedModel(
-                f"{type(model).__name__}.forward must take {wanted!r}, by which a step of many texts says {why}"
-            )
 
 
 def _logits(output: Any) -> torch.Tensor:

@@ -75,9 +75,7 @@ def _parts(start: int, stop: int, chunk: int | None) -> list[tuple[int, int]]:
     return [(first, min(stop, first + chunk)) for first in range(start - start % chunk, stop, chunk)]
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, histories: Histories, spec: LayerSpec
-) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, histories: Histories, spec: LayerSpec) -> torch.Tensor:
     """Attend from q ``[total_q, num_q_heads, k_dim]`` to its histories: ``[total_q, num_q_heads, v_dim]``.
 
     ``k`` is ``[total_kv, num_kv_heads, k_dim]``, ``v`` ``[total_kv, num_kv_heads, v_dim]``, any strides.

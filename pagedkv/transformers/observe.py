@@ -1,7 +1,8 @@
 """What a model really stores: one token through it on transformers' own cache, and the shapes that are there then.
 
-Takes a model, gives its `KVSpec`, and refuses what its config refuses. A config says which layers slide and how long
-texts may be; heads and widths it says under many names, and some models store other layers than it lists.
+Takes a model, gives its `KVSpec`, and refuses what its config refuses and forwards that cannot run many texts at once.
+A config says which layers slide and how long texts may be; heads and widths it says under many names, and
+some models store other layers than it lists.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 
-from pagedkv.spec import KVSpec, LayerKV, UnsupportedModel
+from pagedkv.spec import KVSpec, LayerKV, UnsupportedModel, kv_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,10 +27,12 @@ def observe_kv_spec(model: PreTrainedModel) -> KVSpec:
     """Return what ``model`` stores per token, by running one token through it.
 
     Raises:
-        UnsupportedModel: if its config says that it keeps anything else than K and V per token, or if it fails on one
-            token, or stores K and V with different numbers of heads.
+        UnsupportedModel: if its config says that it keeps anything else than K and V per token; if its forward has no
+            place for a step of many texts; if it fails on one token, or stores K and V with different numbers of heads.
     """
     name = type(model).__name__
+    kv_layers(model.config)  # first, since what a layer keeps is the better reason
+    _require_place_for_steps(model)
     said = KVSpec.from_config(model.config)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     try:
@@ -53,6 +56,16 @@ def cache_keyword(model: PreTrainedModel) -> str:
         if keyword in parameters:
             return keyword
     raise UnsupportedModel(f"{type(model).__name__}.forward must take a cache, takes {', '.join(parameters)}")
+
+
+def _require_place_for_steps(model: PreTrainedModel) -> None:
+    """Raise unless the model's forward takes what a step of many texts says: positions, and the rows to keep."""
+    parameters = inspect.signature(model.forward).parameters
+    for wanted, why in (("position_ids", "each token's position"), ("logits_to_keep", "each text's last row")):
+        if wanted not in parameters:
+            raise UnsupportedModel(
+                f"{type(model).__name__}.forward must take {wanted!r}, by which a step of many texts says {why}"
+            )
 
 
 def _layer_kv(name: str, index: int, layer: Any, said: KVSpec) -> LayerKV:

@@ -179,6 +179,8 @@ class DenseCache(ABC):
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Attend from q ``[total_q, num_q_heads, k_dim]`` to all that is stored: ``[total_q, num_q_heads, v_dim]``."""
         step = self.current(batch)
+        if self.spec.layers[layer].chunked:
+            raise ValueError(f"layer must attend by a window that slides, layer {layer} attends within chunks: gather")
         spec = self.layer_specs[layer]
         if len(step.decode_rows) == len(step.sequences) > 1:
             return self.attend_decode(layer, q, step)
