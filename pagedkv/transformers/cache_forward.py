@@ -218,6 +218,11 @@ class CacheForward:
         new = torch.ones(len(real), self._count, dtype=torch.bool) if self._real is None else self._real
         return torch.cat([real, new], 1)
 
+    @property
+    def ends_in_padding(self) -> bool:
+        """Whether a row's last column is padding: `generate` reads its answer all the same, as of any query."""
+        return self._real is not None and not bool(self._real[:, -1].all())
+
     # Masks.
 
     def own_mask(self, layer: int, n: int, device: torch.device) -> torch.Tensor:
