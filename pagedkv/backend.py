@@ -44,8 +44,11 @@ class CacheSequence(Protocol):
     def num_cached_tokens(self) -> int:
         """Tokens that were already stored when the sequence was opened (the prefix cache's gift)."""
 
-    def room(self, num_tokens: int) -> Room:
-        """Say what ``num_tokens`` more tokens would take, and what there is; change nothing."""
+    def room(self, num_tokens: int, *, chunk: int | None = None) -> Room:
+        """Say what ``num_tokens`` more tokens would take, and what there is; change nothing.
+
+        ``chunk`` is the most of them that one step will store; see `CacheBackend.room`.
+        """
 
     def fork(self) -> Self:
         """Return a second sequence with the same stored tokens; memory is shared where the backend can."""
@@ -113,8 +116,14 @@ class CacheBackend(Protocol):
     def open(self, tokens: Sequence[int], *, namespace: Hashable = None) -> CacheSequence:
         """Open a sequence that will hold ``tokens``; what is already stored of them is `num_tokens`."""
 
-    def room(self, tokens: Sequence[int], *, growth: int = 0, namespace: Hashable = None) -> Room:
-        """Say what ``tokens`` plus ``growth`` more would take now, hits counted; change nothing."""
+    def room(
+        self, tokens: Sequence[int], *, growth: int = 0, chunk: int | None = None, namespace: Hashable = None
+    ) -> Room:
+        """Say what ``tokens`` plus ``growth`` more would take now, hits counted; change nothing.
+
+        ``chunk`` is the most tokens that one step will store, by default all at once: what forgets (a sliding window)
+        then never holds more than what it remembers and a chunk.
+        """
 
     def begin_step(self, inputs: Mapping[Any, Sequence[int]]) -> StepBatch:
         """Make room for each sequence's next input tokens; all sequences or none (``OutOfPages``)."""

@@ -42,12 +42,14 @@ class LayerKV:
         k_dim: width of a K head, which is a query head's too.
         v_dim: width of a V head.
         window: the tokens that a query sees, itself included; None for all.
+        num_sink_tokens: first positions of a text that stay visible outside the window.
     """
 
     num_kv_heads: int
     k_dim: int
     v_dim: int
     window: int | None = None
+    num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Refuse counts that describe no layer."""
@@ -56,6 +58,8 @@ class LayerKV:
                 raise ValueError(f"{name} must be positive, was {getattr(self, name)}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be None or at least 1, was {self.window}")
+        if self.num_sink_tokens < 0:
+            raise ValueError(f"num_sink_tokens must be at least 0, was {self.num_sink_tokens}")
 
 
 @dataclass(frozen=True)

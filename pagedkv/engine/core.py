@@ -95,7 +95,7 @@ class EngineCore:
         self.eos_token_ids = frozenset(require_token_ids("eos_token_ids", tuple(eos_token_ids), None))
         self.stats = EngineStats()
         capacity = backend.room([0]).available
-        self.max_stored = longest_fitting(backend, capacity, max_len or _NO_LIMIT)
+        self.max_stored = longest_fitting(backend, capacity, max_len or _NO_LIMIT, max_step_tokens)
         self.scheduler = Scheduler(
             backend,
             max_batch=max_batch,

@@ -162,13 +162,18 @@ class Scheduler:
         if request.preemptions:
             return self._fits_to_the_end(request, self.running[: self._place(request)])
         growth = min(self._growth, request.remaining - request.pending)
-        needed, available = self._backend.room(request.tokens, growth=growth)
-        claimed = sum(_needed(other, other.pending) for other in self.running)
+        needed, available = self._backend.room(request.tokens, growth=growth, chunk=self._max_step_tokens)
+        claimed = sum(self._needed(other, other.pending) for other in self.running)
         return needed + claimed + self._watermark <= available
 
     def _fits_to_the_end(self, request: Request, elders: Sequence[Request]) -> bool:
-        needed, available = self._backend.room(request.tokens, growth=request.remaining - request.pending)
-        return needed + sum(_needed(elder, elder.remaining) for elder in elders) <= available
+        growth = request.remaining - request.pending
+        needed, available = self._backend.room(request.tokens, growth=growth, chunk=self._max_step_tokens)
+        return needed + sum(self._needed(elder, elder.remaining) for elder in elders) <= available
+
+    def _needed(self, request: Request, tokens: int) -> int:
+        """Return the pages that so many more tokens of a running request would take."""
+        return 0 if request.sequence is None else request.sequence.room(tokens, chunk=self._max_step_tokens).needed
 
     def _prefix_is_coming(self, request: Request) -> bool:
         """Whether an elder's prefill is about to store a full page that ``request`` could share."""
@@ -185,8 +190,10 @@ class Scheduler:
         return False
 
 
-def longest_fitting(backend: CacheBackend, capacity: int, limit: int) -> int:
+def longest_fitting(backend: CacheBackend, capacity: int, limit: int, chunk: int) -> int:
     """Return the most tokens, up to ``limit``, that one sequence could store in a cache of ``capacity``.
+
+    ``chunk`` is the most tokens of one step.
 
     Measured once, by bisection, so that `EngineCore.add_request` needs not touch the cache from another thread. One
     token is always left to compute, so a one-token prompt has no prefix hits and ``room`` tells the cold price.
@@ -194,7 +201,7 @@ def longest_fitting(backend: CacheBackend, capacity: int, limit: int) -> int:
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if backend.room([0], growth=middle - 1).needed <= capacity:
+        if backend.room([0], growth=middle - 1, chunk=chunk).needed <= capacity:
             low = middle
         else:
             high = middle - 1
@@ -203,11 +210,6 @@ def longest_fitting(backend: CacheBackend, capacity: int, limit: int) -> int:
 
 def _arrival(request: Request) -> int:
     return request.arrival
-
-
-def _needed(request: Request, tokens: int) -> int:
-    """Return the pages that so many more tokens of a running request would take."""
-    return 0 if request.sequence is None else request.sequence.room(tokens).needed
 
 
 def _close(request: Request) -> None:

@@ -45,7 +45,7 @@ class NaiveSequence:
         """Raise if the handle was closed."""
         assert not self.closed, "a closed sequence was used"
 
-    def room(self, num_tokens: int) -> Room:
+    def room(self, num_tokens: int, *, chunk: int | None = None) -> Room:
         """Return pages for ``num_tokens`` more tokens, and those available."""
         self.require_open()
         needed = -(-(self.num_tokens + num_tokens) // self.cache.page_size) - len(self.pages)
@@ -100,7 +100,9 @@ class NaiveCache:
         self.sequences.append(sequence)
         return sequence
 
-    def room(self, tokens: Sequence[int], *, growth: int = 0, namespace: Hashable = None) -> Room:
+    def room(
+        self, tokens: Sequence[int], *, growth: int = 0, chunk: int | None = None, namespace: Hashable = None
+    ) -> Room:
         """Return pages needed beyond the hits, and those available beside them."""
         hits = self._hits(list(tokens))
         needed = -(-(len(tokens) + growth) // self.page_size) - len(hits)

@@ -36,7 +36,7 @@ class DenseSequence:
         self.num_tokens = 0
         self.closed = False
 
-    def room(self, num_tokens: int) -> Room:
+    def room(self, num_tokens: int, *, chunk: int | None = None) -> Room:
         """Return the slots that ``num_tokens`` more tokens would take, and those available."""
         self.cache.require_idle(self)
         return self.cache.growth_room([self], [num_tokens])
@@ -101,7 +101,9 @@ class DenseCache(ABC):
         """Open an empty sequence that will hold ``tokens``."""
 
     @abstractmethod
-    def room(self, tokens: Sequence[int], *, growth: int = 0, namespace: Hashable = None) -> Room:
+    def room(
+        self, tokens: Sequence[int], *, growth: int = 0, chunk: int | None = None, namespace: Hashable = None
+    ) -> Room:
         """Return the slots that ``tokens`` and ``growth`` more would take now, and those available."""
 
     @abstractmethod
