@@ -91,7 +91,10 @@ def two_forwards(model: Any, cache: Any, mask: torch.Tensor, first: int) -> torc
     for start, stop in ((0, first), (first, mask.shape[1])):
         with torch.no_grad():
             output = model(
-                input_ids=ids[:, start:stop], attention_mask=mask[:, :stop].long(), past_key_values=cache, use_cache=True
+                input_ids=ids[:, start:stop],
+                attention_mask=mask[:, :stop].long(),
+                past_key_values=cache,
+                use_cache=True,
             )
         logits.append(output.logits)
     return torch.cat(logits, 1)
@@ -164,7 +167,10 @@ def test_custom_4d_mask(stock_cache: Callable[[Any], Any]) -> None:
     ("later", "message"),
     [
         ([[1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], "row 0, column 2 is a stored token, the mask now says 0"),
-        ([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]], "row 1, column 1 is padding, which has no slot, the mask now says 1"),
+        (
+            [[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]],
+            "row 1, column 1 is padding, which has no slot, the mask now says 1",
+        ),
         ([[1, 1, 1, 1, 1, 1]], "attention_mask must have 2 rows"),
         (None, "attention_mask must hide the padding"),
     ],
