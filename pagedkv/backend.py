@@ -48,7 +48,10 @@ class CacheSequence(Protocol):
         """Tokens that were already stored when the sequence was opened (the prefix cache's gift)."""
 
     def room(self, num_tokens: int, *, chunk: int | None = None) -> Room:
-        """Say what ``num_tokens`` more tokens would take, ``chunk`` at most in a step, and what there is; change nothing."""
+        """Say what ``num_tokens`` more tokens would take, and what there is; change nothing.
+
+        ``chunk`` is the most of them that one step will store; see `CacheBackend.room`.
+        """
 
     def fork(self) -> Self:
         """Return a second sequence with the same stored tokens; memory is shared where the backend can."""

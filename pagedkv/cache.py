@@ -122,7 +122,7 @@ class PagedKVCache:
         device_map: Mapping[int, torch.device | str] | None = None,
         **options: Any,
     ) -> PagedKVCache:
-        """Build the cache for a transformers model config, or an observed `KVSpec`, by ``memory`` or ``num_pages``.
+        """Build the cache for a transformers model config, or a `KVSpec`, within ``memory`` or with ``num_pages``.
 
         With neither, room for 32 sequences of the model's context, at most a quarter of the free memory. Other
         ``options`` are the constructor's.

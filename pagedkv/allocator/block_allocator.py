@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from .audit import audit
 from .committing import check_commit, commit_row
 from .debug import require_level, watch
-from .decode import DecodeBatch, all_one, one_each
+from .decode import all_one, one_each
 from .eviction import EvictionPolicy, make_policy
+from .group_decode import decode_batch
 from .groups import FullAttention, LayerGroup
 from .holding import Holding
 from .ledger import Ledger, Room
@@ -25,7 +26,7 @@ from .reserving import reserve_rows, room_to_grow
 from .sequence import CLOSED, Sequence
 from .stats import Stats, collect
 from .swapping import close_swapped
-from .tokens import count_of, counts_of, token_array, token_rows
+from .tokens import chunk_of, count_of, counts_of, token_array, token_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -147,14 +148,14 @@ class BlockAllocator(Holding):
         """
         self._enter()
         prompt = read_prompt(tokens, namespace, media, self.page_size)
-        return room_for(self.ledger, prompt, count_of(growth, "growth"), _chunk_of(chunk))
+        return room_for(self.ledger, prompt, count_of(growth, "growth"), chunk_of(chunk))
 
     def room_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> Room:
         """See `Sequence.room`."""
         self._enter()
         count = count_of(num_tokens, "num_tokens")
         (row,) = self._rows_of((sequence,), at_rest="room")
-        return room_to_grow(self.ledger, row, count, _chunk_of(chunk))
+        return room_to_grow(self.ledger, row, count, chunk_of(chunk))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """See `Sequence.fork`."""
@@ -189,6 +190,7 @@ class BlockAllocator(Holding):
         """See `Sequence.hold_window`."""
         self._enter()
         (row,) = self._rows_of((sequence,))
+        self._batch = None
         self.ledger.rows.window_held[row] = True
 
     def close(self, sequence: Sequence) -> None:
@@ -221,7 +223,7 @@ class BlockAllocator(Holding):
         batch, sequences = self._batch, list(sequences)
         if batch is None or batch.is_reserved or batch.sequences != sequences:
             rows = self._rows_of(sequences, at_rest="reserve")
-            batch = DecodeBatch(self.ledger, sequences, rows) if DecodeBatch.suits(self.ledger, rows) else None
+            batch = decode_batch(self.ledger, sequences, rows)
         else:
             rows = batch.rows
         if batch is not None and all_one(counts, batch.ones):
@@ -343,9 +345,3 @@ class BlockAllocator(Holding):
         self._batch = None
         self._serial += 1
         return Sequence(self, prompt, namespace, serial=self._serial, origin=self._now(), where=self._where())
-
-
-def _chunk_of(chunk: int | None) -> int | None:
-    if chunk is not None and count_of(chunk, "chunk") < 1:
-        raise ValueError(f"chunk must be at least 1, was {chunk}")
-    return chunk

@@ -96,20 +96,18 @@ class Holding(Door):
         """Plan to move a sequence's pages into ``host_pool``; run the plan's copies, then finish or cancel it.
 
         Until then both ends stay held; from now on until it is back the sequence refuses every verb but `close`.
-        Shared and findable pages are copied like any other, and stay with whoever else has them.
+        Shared and findable pages are copied like any other, and stay with whoever else has them. Of a window group
+        only what the next token sees is moved, unless `Sequence.hold_window` keeps the rest.
 
         Raises:
             ReservationOpen: a reservation was not committed.
             CopiesPending: a page of the sequence is still to be copied into.
             OutOfPages: the host pool has too few pages; the numbers are its own.
-            ValueError: the allocator has other groups than one `FullAttention`.
         """
         self._enter()
         (row,) = self._rows_of((sequence,), at_rest="swap_out")
         if not isinstance(host_pool, HostPool):
             raise TypeError(f"host_pool must be a HostPool, was {type(host_pool).__name__}")
-        if not self.ledger.is_plain:
-            raise ValueError(f"groups must be one FullAttention() for swap_out, was {self.ledger.groups!r}")
         swap, copies = start_out(self.ledger, row, host_pool)
         self._batch = None
         swap.plan = SwapPlan(self, sequence, copies, to_host=True)

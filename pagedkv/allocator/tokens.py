@@ -97,3 +97,10 @@ def same_prefix(left: bytes | bytearray, right: bytes | bytearray) -> int:
     size = min(len(left), len(right)) // 4
     differ = np.frombuffer(left, np.uint32, size) != np.frombuffer(right, np.uint32, size)
     return int(differ.argmax()) if differ.any() else size
+
+
+def chunk_of(chunk: int | None) -> int | None:
+    """Return ``chunk``, the most tokens of one reserve; raise where it is neither None nor at least 1."""
+    if chunk is not None and count_of(chunk, "chunk") < 1:
+        raise ValueError(f"chunk must be at least 1, was {chunk}")
+    return chunk

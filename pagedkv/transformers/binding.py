@@ -55,6 +55,7 @@ class Binding:
         modules = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         configs = [getattr(module, "config", None) for module in model.modules()]
         self._configs = list({id(one): one for one in configs if isinstance(one, PreTrainedConfig)}.values())
+        self._modules = {id(module) for module in modules}
         # The hooks must not keep the pages alive for as long as the model lives.
         here = weakref.ref(self)
         handles = []
@@ -104,6 +105,8 @@ class Binding:
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a forward, if ``module`` is called with one of our caches and none runs yet."""
+        if id(module) not in self._modules:
+            return  # a copy of the model has copies of its hooks
         if self.forward is not None and module is self._outermost:
             self.settle()
         cache = self._our_cache(args, kwargs)

@@ -14,8 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.page_tensors import PageLayout
-from pagedkv.sizing import default_num_pages, pages_within
 from pagedkv.spec import UnsupportedModel
 from pagedkv.transformers.binding import Binding
 from pagedkv.transformers.stock import stock_run, try_out
@@ -24,49 +22,26 @@ if TYPE_CHECKING:
     from pagedkv.transformers.learned import Learned
 
 _TRIAL_PAGE_SIZE, _TRIAL_PAGES = 4, 64
-_MAX_BATCH = 256
-_MOST_CONTEXTS = 4
 
 _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Learned]] = weakref.WeakKeyDictionary()
 
 
-def build_binding(
-    model: PreTrainedModel,
-    *,
-    memory: int | str | None,
-    num_pages: int | None,
-    page_size: int,
-    options: dict[str, Any],
-) -> Binding:
-    """Return ``model`` bound to fresh pages; see `PagedCache` for the arguments and errors."""
+def build_binding(model: PreTrainedModel, **options: Any) -> Binding:
+    """Return ``model`` bound to fresh pages; ``options`` are those of `PagedKVCache.from_config`."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, was {type(model).__name__}")
     if model.training:
         raise ValueError("model must be in eval mode (model.eval()), was in training mode")
-    if memory is not None and num_pages is not None:
-        raise ValueError(f"memory and num_pages exclude each other, were {memory!r} and {num_pages!r}")
     learned = learn(model)
-    spec = learned.spec(model.config)
-    if num_pages is None:
-        layout = PageLayout.of(
-            spec, page_size=page_size, max_len=spec.max_len, dtype=learned.dtype, device=learned.device
-        )
-        (page_bytes,) = layout.page_bytes().values()
-        if memory is None:
-            num_pages = default_num_pages(layout.pages_per_text(spec.max_len), page_bytes, learned.device)
-        else:
-            num_pages = pages_within(memory, page_size, page_bytes)
-    store = PagedKVCache(
-        spec,
-        num_pages=num_pages,
-        page_size=page_size,
-        max_batch=_MAX_BATCH,
-        max_len=max(1, min((num_pages - 1) * page_size, _MOST_CONTEXTS * spec.max_len)),
-        dtype=learned.dtype,
-        device=learned.device,
-        **options,
-    )
-    return Binding(model, learned, store, learning=False)
+    return Binding(model, learned, _make_store(model, learned, **options), learning=False)
+
+
+def _make_store(model: PreTrainedModel, learned: Learned, **options: Any) -> PagedKVCache:
+    """Return pages for the layers, each on the device where the layer's K and V were."""
+    spec, devices = learned.spec(model.config), {layer: stored.device for layer, stored in learned.layers.items()}
+    placed = {layer: devices.get(layer, learned.device) for layer in range(spec.num_layers)}
+    device_map = placed if len(set(devices.values())) > 1 else None
+    return PagedKVCache.from_config(spec, dtype=learned.dtype, device=learned.device, device_map=device_map, **options)
 
 
 def learn(model: PreTrainedModel) -> Learned:
@@ -106,13 +81,13 @@ def _trial(model: PreTrainedModel, learned: Learned, expected: list[torch.Tensor
     """Run the tokens of the stock run on pages; return what is wrong with the answer, or None."""
     from pagedkv.transformers.paged_cache import PagedCache
 
-    store = PagedKVCache(
-        learned.spec(model.config),
+    store = _make_store(
+        model,
+        learned,
         num_pages=_TRIAL_PAGES,
         page_size=_TRIAL_PAGE_SIZE,
         max_batch=2,
-        dtype=learned.dtype,
-        device=learned.device,
+        max_len=_TRIAL_PAGE_SIZE,
         attention_backend="reference",
         check=True,
     )

@@ -13,7 +13,7 @@ import torch
 
 from pagedkv.spec import UnsupportedModel
 from pagedkv.transformers.columns import last_hole
-from pagedkv.transformers.dense import column_slots, gather_columns
+from pagedkv.transformers.dense import column_slots, gather_columns, group_of
 
 if TYPE_CHECKING:
     from pagedkv.attention import LayerSpec
@@ -80,7 +80,7 @@ class CacheForward:
         self._count = 0
         self._start = 0
         self._hole = -1
-        self._slots: torch.Tensor | None = None
+        self._slots: dict[int, torch.Tensor] = {}
 
     # The step.
 
@@ -206,10 +206,11 @@ class CacheForward:
     def gather(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all K and V of ``layer``, this forward's included, ``[rows, heads, columns, width]``; padding is 0."""
         assert self._rows is not None
-        if self._slots is None:
-            self._slots = column_slots(self._rows.sequences, self._all_real())
+        group = group_of(self.cache.store, layer)
+        if group not in self._slots:
+            self._slots[group] = column_slots(self._rows.sequences, self._all_real(), group)
         stored = self.learned.layers[layer]
-        return gather_columns(self.cache.store, layer, self._slots, stored.k_shape[0], stored.v_shape[0])
+        return gather_columns(self.cache.store, layer, self._slots[group], stored.k_shape[0], stored.v_shape[0])
 
     def _all_real(self) -> torch.Tensor:
         """Return which columns are real, this forward's included: bool ``[rows, columns]``."""
@@ -217,6 +218,11 @@ class CacheForward:
         real = self._rows.columns.real
         new = torch.ones(len(real), self._count, dtype=torch.bool) if self._real is None else self._real
         return torch.cat([real, new], 1)
+
+    @property
+    def ends_in_padding(self) -> bool:
+        """Whether a row's last column is padding: `generate` reads its answer all the same, as of any query."""
+        return self._real is not None and not bool(self._real[:, -1].all())
 
     # Masks.
 

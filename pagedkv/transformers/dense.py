@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagedkv.cache import PagedKVCache
 
 
-def column_slots(sequences: list[PagedSequence], real: torch.Tensor, group: int = 0) -> torch.Tensor:
+def column_slots(sequences: list[PagedSequence], real: torch.Tensor, group: int) -> torch.Tensor:
     """Return the slot of each column, int64 ``[rows, columns]``; slots of the null page for what is not held.
 
     Args:
@@ -30,6 +30,14 @@ def column_slots(sequences: list[PagedSequence], real: torch.Tensor, group: int 
     for row, (sequence, kept) in enumerate(zip(sequences, real.numpy(), strict=True)):
         slots[row, kept] = sequence.slots(0, sequence.num_tokens + sequence.num_reserved, group)
     return torch.from_numpy(slots)
+
+
+def group_of(store: PagedKVCache, layer: int) -> int:
+    """Return the layer group whose tables say where a layer's K and V are."""
+    place = store.layout.cut.place[layer]
+    if place is None:
+        raise ValueError(f"layer must store K and V of its own, layer {layer} stores none")
+    return place[0]
 
 
 def gather_columns(

@@ -124,8 +124,8 @@ def _why_not_pages(
     sinks = said.get("s_aux")
     if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
         return f"sink logits {tuple(sinks.shape)}"
-    if not forward.is_within_window(stored.window):
-        return "padding between tokens, inside a window"
+    if forward.ends_in_padding or not forward.is_within_window(stored.window):
+        return "padding at the end, or between tokens inside a window"
     return _why_not_mask(forward, stored.window, said["attention_mask"])
 
 

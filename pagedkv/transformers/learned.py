@@ -15,7 +15,7 @@ from pagedkv.attention import LayerSpec
 from pagedkv.spec import KVSpec, LayerKV, UnsupportedModel
 
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-_FALLBACK_CONTEXT = 2048
+_FALLBACK_CONTEXT = 8192
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Learned:
 
 
 def context_length(text: Any) -> int:
-    """Return the longest text that a decoder's config says it was made for; 2,048 where it says nothing."""
+    """Return the longest text that a decoder's config says it was made for; 8,192 where it says nothing."""
     for name in _CONTEXT_NAMES:
         length = getattr(text, name, None)
         if isinstance(length, int) and length > 0:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from pagedkv.transformers.binding import Binding
 from pagedkv.transformers.build import build_binding
-from pagedkv.transformers.dense import column_slots, gather_columns
+from pagedkv.transformers.dense import column_slots, gather_columns, group_of
 from pagedkv.transformers.layers import PagedLayer, crop_tokens, keeps_states, make_layers, select_rows
 from pagedkv.transformers.rows import Rows, row_numbers
 
@@ -42,6 +42,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         num_pages: pages, the null page counted. By default room for 32 texts of the model's context, at most a
             quarter of the free memory.
         page_size: token slots per page, a power of two from 1 to 256.
+        max_len: the longest text, in tokens; by default the model's own context.
+        max_batch: the most rows, beams counted one by one.
         policy: which idle pages are evicted first (see `match`).
         attention_backend: a backend of `pagedkv.attention` by name, or None to choose.
         check: verify table contents at every call of the operator.
@@ -64,12 +66,24 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         memory: int | str | None = None,
         num_pages: int | None = None,
         page_size: int = 16,
+        max_len: int | None = None,
+        max_batch: int = 256,
         policy: str = "lru",
         attention_backend: str | None = None,
         check: bool = False,
     ) -> None:
-        options = {"policy": policy, "attention_backend": attention_backend, "check": check}
-        self._begin(build_binding(model, memory=memory, num_pages=num_pages, page_size=page_size, options=options))
+        binding = build_binding(
+            model,
+            memory=memory,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_len=max_len,
+            max_batch=max_batch,
+            policy=policy,
+            attention_backend=attention_backend,
+            check=check,
+        )
+        self._begin(binding)
         _hide_renaming_warning()
 
     @classmethod
@@ -231,7 +245,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         if self._rows is None:
             raise RuntimeError("gather needs a cache in which something is stored")
         stored = binding.learned.layers[layer]
-        slots = column_slots(self._rows.sequences, self._rows.columns.real)
+        slots = column_slots(self._rows.sequences, self._rows.columns.real, group_of(binding.store, layer))
         return gather_columns(binding.store, layer, slots, stored.k_shape[0], stored.v_shape[0])
 
     # Rows and columns.
