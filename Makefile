@@ -60,7 +60,7 @@ peers: $(VLLM_STAMP) $(STAMP) ## environments of the projects we are measured ag
 $(OLDEST_STAMP): $(STAMP) constraints-oldest.txt
 	$(BIN)/python -m venv --clear --without-pip $(OLDEST)
 	$(BIN)/python -c 'import site, sys; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > "$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/zz_base.pth"
-	$(BIN)/python -m pip --python $(OLDEST)/bin/python install $(PIP_QUIET) --ignore-installed -r constraints-oldest.txt
+	$(BIN)/python -m pip --python $(OLDEST)/bin/python install $(PIP_QUIET) -r constraints-oldest.txt
 	@touch $@
 
 # vLLM imports torchvision, torchaudio and torchcodec when they are there, and dies where their builds do not match torch.

@@ -141,7 +141,7 @@ class CacheBackend(Protocol):
         """Return a layer's stored K and V, sequence after sequence, ``[total_kv, num_kv_heads, dim]``."""
 
     def held_positions(self, layer: int, batch: StepBatch) -> Sequence[NDArray[np.int64]]:
-        """Return per sequence of the step the positions that `gather` returns, ascending; a window may lack the first."""
+        """Return per sequence the positions that `gather` returns, ascending; a window may lack the first."""
 
     def end_step(self, batch: StepBatch, *, keep: Mapping[Any, int] | None = None) -> None:
         """Commit the step; with ``keep`` only the first ``keep[seq]`` tokens of a sequence stand."""

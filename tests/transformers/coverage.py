@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
+from transformers.masking_utils import eager_mask
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.spec import UnsupportedModel
@@ -107,9 +108,7 @@ def cache_result(model: Any) -> float:
     """Return the largest difference of logits between `PagedCache` and the stock cache, in spreads; inf for tokens."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, tiny_zoo.VOCAB, (len(LENGTHS), max(LENGTHS)), generator=generator)
-    mask = torch.tensor(
-        [[int(column >= max(LENGTHS) - length) for column in range(max(LENGTHS))] for length in LENGTHS]
-    )
+    mask = torch.tensor([[0] * (max(LENGTHS) - length) + [1] * length for length in LENGTHS])
     padded = torch.where(mask.bool(), ids, model.generation_config.pad_token_id or 0)
     worst = 0.0
     with PagedCache(model, num_pages=NUM_PAGES, page_size=PAGE_SIZE, check=True) as cache:
@@ -157,10 +156,9 @@ def uses_interface(model: Any) -> bool:
         return query.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3]), None
 
     transformers.AttentionInterface.register(SPY, spy)
-    transformers.AttentionMaskInterface.register(SPY, lambda *args, **kwargs: None)
-    configs = {
-        id(one): one for one in (getattr(module, "config", None) for module in model.modules()) if one is not None
-    }
+    transformers.AttentionMaskInterface.register(SPY, eager_mask)
+    found = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(one): one for one in found if one is not None}
     with implementation(list(configs.values()), SPY), torch.no_grad():
         try:
             model(input_ids=torch.ones(1, 3, dtype=torch.int64), use_cache=False)
