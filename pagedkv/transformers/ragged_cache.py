@@ -149,7 +149,7 @@ class RaggedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.store.write(layer_idx, k, v, self.batch)
         self.written.append(layer_idx)
         if layer_idx in self.routes.gathered:
-            k, v = self.store.gather(layer_idx, self.batch)
+            k, v = (states.to(key_states.dtype) for states in self.store.gather(layer_idx, self.batch))
             key_states, value_states = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
         return self._tagged(key_states, layer_idx, "key"), self._tagged(value_states, layer_idx, "value")
 
