@@ -92,9 +92,7 @@ def test_states_beside_pages(kind: str, layers: list[type]) -> None:
                 rtol=1e-4,
             )
         fork.close()
-        with pytest.raises(ValueError, match="match needs a model that keeps nothing but K and V") if (
-            kind != "deepseek_v32"
-        ) else pytest.raises(ValueError, match="match needs"):
+        with pytest.raises(ValueError, match="match needs a model that keeps nothing but K and V"):
             cache.match(prompts(1))
 
 
@@ -140,7 +138,7 @@ def test_a_model_that_looks_at_k_on_the_side() -> None:
         peeks = {name: Peek(value) for name, value in kwargs.items() if isinstance(value, Cache)}
         out, *rest = forward(*args, **{**kwargs, **peeks})
         for peek in peeks.values():
-            out = out + 10 * peek.keys.mean((1, 2, 3))[:, None, None]
+            out = out * peek.keys.shape[2]
         return out, *rest
 
     attention.forward = peeking
