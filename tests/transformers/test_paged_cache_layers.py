@@ -16,13 +16,30 @@ from tests.tiny_models import _BASE, _GQA, build, tiny, tiny_config
 from tests.transformers.generating import both, generate, left_padded, paged, prompts
 
 FALCON_H1 = {
-    **{"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1},
-    **{"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_chunk_size": 8},
+    "head_dim": 8,
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 8,
 }
 DEEPSEEK_V32 = {
-    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
-    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    **{"first_k_dense_replace": 2, "index_topk": 6, "index_n_heads": 2, "index_head_dim": 8},
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 2,
+    "index_topk": 6,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
 }
 
 
@@ -43,7 +60,7 @@ def test_layers_that_need_gathered_states(name: str, gathered: list[int]) -> Non
     """K and V changed after storing, chunks, and attention past the interface are learned, and the tokens are equal."""
     model = tiny(name)
     with paged(model) as cache:
-        assert gathered == sorted(cache.binding.learned.gathered)
+        assert gathered == sorted(cache.learned.gathered)
 
     expected, got = both(model, left_padded())
 
@@ -54,7 +71,7 @@ def test_falcon_is_left_alone() -> None:
     """A model that no attention function of ours can run on is not touched: everything is gathered."""
     model = tiny("falcon_alibi")
     with paged(model) as cache:
-        assert cache.binding.learned.untouched
+        assert cache.learned.untouched
 
     expected, got = both(model, left_padded(), num_beams=2)
 
@@ -120,6 +137,7 @@ class Peek:
         self.keys = torch.empty(0)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Remember K."""
         keys, values = self._cache.update(*args, **kwargs)
         self.keys = keys
         return keys, values
@@ -143,7 +161,7 @@ def test_a_model_that_looks_at_k_on_the_side() -> None:
 
     attention.forward = peeking
     with paged(model) as cache:
-        assert cache.binding.learned.untouched
+        assert cache.learned.untouched
 
     expected, got = both(model, {"input_ids": prompts(1)})
 
