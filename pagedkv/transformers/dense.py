@@ -54,5 +54,5 @@ def gather_columns(
         if scales is not None:
             states = dequantise(states, scales[i][pages, :, offsets])
         states.masked_fill_((pages == 0)[:, :, None, None], 0)
-        sides.append(states.flatten(2).unflatten(2, (heads, -1)).transpose(1, 2))
+        sides.append(states.reshape(*slots.shape, heads, -1).transpose(1, 2))
     return sides[0], sides[1]

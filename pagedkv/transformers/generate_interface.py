@@ -108,25 +108,30 @@ def _why_not_pages(
     forward: CacheForward, layer: int, module: torch.nn.Module, query: torch.Tensor, said: dict[str, Any]
 ) -> str | None:
     """Return what keeps pages from answering this call, or None."""
-    learned = forward.learned
-    if not learned.paged(layer):
-        return learned.gathered.get(layer, "everything is gathered")
-    stored = learned.layers[layer]
+    if not forward.learned.paged(layer):
+        return forward.learned.gathered.get(layer, "everything is gathered")
+    stored = forward.learned.layers[layer]
     if stored.folded or stored.chunked or query.shape[-1] != stored.k_shape[1] or query.shape[1] % stored.k_shape[0]:
         return f"queries {tuple(query.shape)} over K {stored.k_shape} and V {stored.v_shape}"
-    if said["dropout"] or said.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+    if forward.ends_in_padding or not forward.is_within_window(stored.window):
+        return "padding at the end, or between tokens inside a window"
+    is_causal = said.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+    if said["dropout"] or not is_causal:
         return "dropout, or attention that is not causal"
     if said.get("sliding_window") not in {None, stored.window}:
         return f"a window of {said['sliding_window']} instead of {stored.window}"
+    return _why_not_tensors(said, query.shape[1]) or _why_not_mask(forward, stored.window, said["attention_mask"])
+
+
+def _why_not_tensors(said: dict[str, Any], num_heads: int) -> str | None:
+    """Return which tensor among what a layer says is not understood, or None."""
     for name, value in said.items():
         if isinstance(value, torch.Tensor) and name not in _UNDERSTOOD_TENSORS and name != "attention_mask":
             return f"a tensor {name!r}"
     sinks = said.get("s_aux")
-    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+    if sinks is not None and tuple(sinks.shape) != (num_heads,):
         return f"sink logits {tuple(sinks.shape)}"
-    if forward.ends_in_padding or not forward.is_within_window(stored.window):
-        return "padding at the end, or between tokens inside a window"
-    return _why_not_mask(forward, stored.window, said["attention_mask"])
+    return None
 
 
 def _why_not_mask(forward: CacheForward, window: int | None, mask: Any) -> str | None:

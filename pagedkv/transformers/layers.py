@@ -159,7 +159,7 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
     def copy_states(self, other: PagedLayer) -> None:
         """Take over a copy of the other's state."""
         own = {"_cache", "index", "is_sliding", "sliding_window"}
-        vars(self).update({name: copy.deepcopy(value) for name, value in vars(other).items() if name not in own})
+        self.__dict__.update({name: copy.deepcopy(value) for name, value in vars(other).items() if name not in own})
 
 
 class PagedIndexedLayer(PagedLayer):

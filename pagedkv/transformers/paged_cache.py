@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers.cache_utils import Cache
 
-from pagedkv.transformers.binding import Binding
 from pagedkv.transformers.build import build_binding
 from pagedkv.transformers.dense import column_slots, gather_columns, group_of
 from pagedkv.transformers.layers import PagedLayer, crop_tokens, keeps_states, make_layers, select_rows
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
     from pagedkv.backend import CacheUsage
     from pagedkv.cache import PagedKVCache
+    from pagedkv.transformers.binding import Binding
+    from pagedkv.transformers.learned import Learned
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -128,6 +129,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """The pages."""
         return self._bound().store
 
+    @property
+    def learned(self) -> Learned:
+        """What is known of the model's layers; ``learned.gathered`` says which cannot attend through pages, and why."""
+        return self._bound().learned
+
     def require_usable(self) -> None:
         """Raise RuntimeError where the last forward left a state that cannot be taken back."""
         if self._spoiled:
@@ -154,6 +160,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def batch_size(self) -> int:
         """Rows of the batch, or -1 before the first forward."""
         return -1 if self._rows is None else self._rows.columns.num_rows
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Each row's stored tokens, padding left out."""
+        return [] if self._rows is None else [sequence.num_tokens for sequence in self._rows.sequences]
 
     @property
     def is_compileable(self) -> bool:
@@ -191,14 +202,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         forward = self._bound().forward
         if forward is None or forward.cache is not self:
             raise RuntimeError(
-                f"this PagedCache was made for a {self._bound().learned.name} and stores what that model's forward "
+                f"this PagedCache was made for a {self.learned.name} and stores what that model's forward "
                 "gives it; another model, or other code, called update"
             )
         return forward.store(layer_idx, key_states, value_states)
 
     def require_storable(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise unless K and V are as the layer's were when the model was tried out."""
-        stored = self._bound().learned.layers.get(layer)
+        stored = self.learned.layers.get(layer)
         if stored is None:
             raise ValueError(f"layer {layer} must store no K and V, as when the model was tried out")
         if k.requires_grad or v.requires_grad:
@@ -226,7 +237,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             rows.select([i // (num_rows // rows.columns.num_rows) for i in range(num_rows)])
         elif rows.columns.num_rows != num_rows:
             raise ValueError(
-                f"the batch must have {rows.columns.num_rows} rows, as the cache has, had {num_rows}; reset() begins anew"
+                f"the batch must have {rows.columns.num_rows} rows, as the cache has, had {num_rows}; "
+                "reset() begins anew"
             )
         if self.recording:
             for sequence in rows.sequences:
@@ -257,7 +269,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """
         self._select(row_numbers(beam_idx))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | list[int]) -> None:
         """Keep the rows of ``indices`` (numbers, or one bool per row)."""
         if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]

@@ -96,6 +96,6 @@ class HeldGroupsMachine(GroupsMachine):
 
 
 HeldGroupsMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=35, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestHeldGroupsMachine = HeldGroupsMachine.TestCase

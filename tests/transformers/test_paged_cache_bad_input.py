@@ -53,7 +53,7 @@ def test_running_out_on_the_way(name: str) -> None:
 
         assert error.value.needed > error.value.available
         assert columns > 14
-        assert [columns, columns] == [sequence.num_tokens for sequence in cache._rows.sequences]
+        assert [columns, columns] == cache.row_lengths
         # One row alone has room, and what it holds is right.
         cache.batch_select_indices(torch.tensor([1]))
         text = generate(model, {"input_ids": ids}, max_new_tokens=columns - 14 + 6)[1:]
@@ -114,7 +114,7 @@ def test_another_model() -> None:
     """A cache made for one model and given to another says so, and stays usable with its own."""
     model, other = tiny("llama"), build(tiny_config("llama"), seed=1)
     with paged(model) as cache:
-        with pytest.raises(RuntimeError, match="made for a LlamaForCausalLM .* another model"):
+        with pytest.raises(RuntimeError, match=r"made for a LlamaForCausalLM .* another model"):
             generate(other, {"input_ids": prompts(1)}, past_key_values=cache)
         with pytest.raises(RuntimeError, match="another model"):  # a copy of its model has copies of its hooks
             generate(copy.deepcopy(model), {"input_ids": prompts(1)}, past_key_values=cache)
@@ -154,7 +154,7 @@ def test_gradients() -> None:
     """K and V that want gradients are refused; under no_grad the same call works."""
     model = build(tiny_config("llama")).requires_grad_(True)
     with paged(model) as cache:
-        with pytest.raises(RuntimeError, match="no gradients: call the model under torch.no_grad"):
+        with pytest.raises(RuntimeError, match=r"no gradients: call the model under torch\.no_grad"):
             model(prompts(1), past_key_values=cache)
         with torch.no_grad():
             model(prompts(1), past_key_values=cache)
@@ -223,7 +223,7 @@ def test_models() -> None:
     from transformers import AutoModelForSeq2SeqLM, T5Config
 
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, was Linear"):
-        PagedCache(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+        PagedCache(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="must be in eval mode"):
         PagedCache(build(tiny_config("llama")).train())
     config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)

@@ -101,7 +101,7 @@ def test_other_kinds_of_attention(name: str) -> None:
     """Every kind of attention in the table of tiny models gives the stock tokens, on pages alone."""
     model = tiny(name)
     with paged(model) as cache:
-        assert {} == cache.binding.learned.gathered
+        assert {} == cache.learned.gathered
 
     expected, got = both(model, left_padded())
 
@@ -113,18 +113,18 @@ def test_streamer_criteria_and_processors() -> None:
     model, inputs = tiny("llama"), {"input_ids": prompts(1)}
     seen: list[list[int]] = []
 
-    class Streamer(BaseStreamer):
+    class Streamer(BaseStreamer):  # type: ignore[misc]
         def put(self, value: torch.Tensor) -> None:
             seen.append(value.flatten().tolist())
 
         def end(self) -> None:
             seen.append([-1])
 
-    class AfterSeven(StoppingCriteria):
+    class AfterSeven(StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             return torch.full((len(input_ids),), input_ids.shape[1] >= 21)
 
-    class OnlyEven(LogitsProcessor):
+    class OnlyEven(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             scores[:, 1::2] = -torch.inf
             return scores

@@ -16,15 +16,7 @@ from tests.transformers.generating import both, generate, left_padded, paged, pr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedkv import PagedCache
-
 KINDS = ("llama", "gemma3")
-
-
-def slots_used(cache: PagedCache) -> list[int]:
-    """Return each row's stored tokens."""
-    assert cache._rows is not None
-    return [sequence.num_tokens for sequence in cache._rows.sequences]
 
 
 def test_padding_takes_no_slot() -> None:
@@ -33,9 +25,9 @@ def test_padding_takes_no_slot() -> None:
     with paged(tiny("llama")) as cache:
         generate(tiny("llama"), inputs, past_key_values=cache, max_new_tokens=5)
 
-        assert (inputs["attention_mask"].sum(1) + 4).tolist() == slots_used(cache)
+        assert (inputs["attention_mask"].sum(1) + 4).tolist() == cache.row_lengths
         assert 14 + 4 == cache.get_seq_length()
-        assert sum(slots_used(cache)) == cache.usage().tokens_stored
+        assert sum(cache.row_lengths) == cache.usage().tokens_stored
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -77,7 +69,7 @@ def test_any_pattern(name: str, data: st.DataObject) -> None:
         got = two_forwards(model, cache, mask, first)
         cache.store.allocator.check()
 
-        assert mask.sum(1).tolist() == slots_used(cache)
+        assert mask.sum(1).tolist() == cache.row_lengths
 
     torch.testing.assert_close(got[mask], expected[mask], atol=1e-3, rtol=1e-3)
 
@@ -189,7 +181,7 @@ def test_a_changed_mask_is_refused(later: list[list[int]] | None, message: str) 
             )
         cache.store.allocator.check()
 
-        assert (4, [4, 2]) == (cache.get_seq_length(), slots_used(cache))
+        assert (4, [4, 2]) == (cache.get_seq_length(), cache.row_lengths)
 
 
 class TestColumns:

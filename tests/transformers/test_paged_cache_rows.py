@@ -28,7 +28,7 @@ def filled(model: Any, cache: Any, ids: torch.Tensor) -> Any:
         return model(ids, past_key_values=cache)
 
 
-def test_beams_share_pages() -> None:
+def test_beams_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """While beams run, what they have in common is held once: far fewer pages than beams times length."""
     model, most = tiny("llama"), []
     with paged(model, page_size=4) as cache:
@@ -39,7 +39,7 @@ def test_beams_share_pages() -> None:
             cache.store.allocator.check()
             most.append((cache.usage().in_use, len(set(beam_idx.tolist()))))
 
-        cache.reorder_cache = spying
+        monkeypatch.setattr(cache, "reorder_cache", spying)
         generate(model, {"input_ids": prompts(1, 40)}, past_key_values=cache, num_beams=4)
 
         assert NEW_TOKENS == len(most)
@@ -181,7 +181,7 @@ def test_match_takes_the_least_over_the_rows() -> None:
         expected = generate(model, {"input_ids": changed, "attention_mask": mask})
 
         assert 12 == cache.match(changed, mask)
-        assert mask[:, :12].sum(1).tolist() == [sequence.num_tokens for sequence in cache._rows.sequences]
+        assert mask[:, :12].sum(1).tolist() == cache.row_lengths
         got = generate(model, {"input_ids": changed, "attention_mask": mask}, past_key_values=cache)
         assert expected.tolist() == got.tolist()
 
