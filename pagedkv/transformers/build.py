@@ -87,13 +87,13 @@ def _trial(model: PreTrainedModel, learned: Learned, expected: list[torch.Tensor
         num_pages=_TRIAL_PAGES,
         page_size=_TRIAL_PAGE_SIZE,
         max_batch=2,
-        max_len=_TRIAL_PAGE_SIZE,
+        max_len=_TRIAL_PAGES if learned.by_generate else _TRIAL_PAGE_SIZE,
         attention_backend="reference",
         check=True,
     )
     with PagedCache.on(Binding(model, learned, store, learning=not learned.untouched)) as cache:
         try:
-            logits = try_out(model, cache)
+            logits = try_out(model, cache, by_generate=learned.by_generate)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -54,5 +54,6 @@ def gather_columns(
         if scales is not None:
             states = dequantise(states, scales[i][pages, :, offsets])
         states.masked_fill_((pages == 0)[:, :, None, None], 0)
-        sides.append(states.reshape(*slots.shape, heads, -1).transpose(1, 2))
+        # Contiguous like the stock cache's, which some models see as other shapes.
+        sides.append(states.reshape(*slots.shape, heads, -1).transpose(1, 2).contiguous())
     return sides[0], sides[1]

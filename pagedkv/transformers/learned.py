@@ -60,6 +60,7 @@ class Learned:
         kinds: the stock cache's layer objects, one per layer; ours are made after them.
         gathered: the layers that need K and V gathered for the model's own attention, and why.
         untouched: whether the attention implementation is never set: everything is gathered.
+        by_generate: whether it was tried out by `generate`, since bare forwards of a padded batch fail.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Learned:
     kinds: list[Any]
     gathered: dict[int, str] = field(default_factory=dict)
     untouched: bool = False
+    by_generate: bool = False
     _specs: dict[tuple[int, float, float | None], LayerSpec] = field(default_factory=dict)
 
     @property

@@ -50,11 +50,16 @@ def cache_keyword(model: PreTrainedModel) -> str:
     raise UnsupportedModel(f"{type(model).__name__}.forward must take a cache, takes {', '.join(parameters)}")
 
 
-def try_out(model: PreTrainedModel, cache: Cache) -> list[torch.Tensor]:
-    """Run five tokens in two rows through ``model`` on ``cache``; return float32 logits ``[2, vocab]`` per step."""
+def try_out(model: PreTrainedModel, cache: Cache, *, by_generate: bool = False) -> list[torch.Tensor]:
+    """Run five tokens in two rows through ``model`` on ``cache``; return float32 logits ``[2, vocab]`` per step.
+
+    ``by_generate`` leaves the steps to the model's own `generate`: for models that make other inputs of a text.
+    """
     text = model.config.get_text_config(decoder=True)
     ids = torch.tensor([[1 + 37 * (3 * row + i + 1) % (text.vocab_size - 1) for i in range(3)] for row in range(2)])
     mask = torch.tensor(_ROWS)
+    if by_generate:
+        return _generate(model, cache, ids.to(model.device), mask.to(model.device))
     device, keyword = model.device, cache_keyword(model)
     takes = inspect.signature(model.forward).parameters
     logits = []
@@ -71,6 +76,21 @@ def try_out(model: PreTrainedModel, cache: Cache) -> list[torch.Tensor]:
     return logits
 
 
+def _generate(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    output: Any = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=len(_STEPS),
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return [one.float().cpu() for one in output.logits]
+
+
 def stock_run(model: PreTrainedModel) -> tuple[list[torch.Tensor], Learned]:
     """Return the logits of `try_out` on the stock cache, and what the layers stored.
 
@@ -80,16 +100,21 @@ def stock_run(model: PreTrainedModel) -> tuple[list[torch.Tensor], Learned]:
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if not model._supports_default_dynamic_cache():
         raise UnsupportedModel(f"{name} takes no cache from its caller (transformers says so)")
+    recorder, by_generate = Recorder(text), False
     try:
-        recorder = Recorder(text)
         logits = try_out(model, recorder)
     except (torch.OutOfMemoryError, UnsupportedModel):
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{name} fails on transformers' own cache: {type(error).__name__}: {error}") from error
+        recorder, by_generate = Recorder(text), True
+        try:
+            logits = try_out(model, recorder, by_generate=True)
+        except Exception:
+            reason = f"{type(error).__name__}: {error}"
+            raise UnsupportedModel(f"{name} fails on transformers' own cache: {reason}") from error
     if not recorder.shapes:
         raise UnsupportedModel(f"{name} stores no K and V in a cache that it is given: there is nothing to page")
-    return logits, Learned(name, _stored_layers(name, text, recorder), recorder.layers)
+    return logits, Learned(name, _stored_layers(name, text, recorder), recorder.layers, by_generate=by_generate)
 
 
 def _stored_layers(name: str, text: Any, recorder: Recorder) -> dict[int, StoredLayer]:

@@ -126,6 +126,7 @@ def _generate(model: Any, inputs: dict[str, Any], cache: Any) -> Any:
         **inputs,
         **extra,
         max_new_tokens=NEW_TOKENS,
+        use_cache=True,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
