@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from pagedkv.cache import PagedKVCache
 from pagedkv.spec import UnsupportedModel
 from pagedkv.transformers.binding import Binding
+from pagedkv.transformers.learned import PLAIN_MASK
 from pagedkv.transformers.stock import stock_run, try_out
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ def learn(model: PreTrainedModel) -> Learned:
 def _try(model: PreTrainedModel) -> Learned:
     expected, learned = stock_run(model)
     trouble = _trial(model, learned, expected)
+    plain = sorted(layer for layer, reason in learned.gathered.items() if reason == PLAIN_MASK)
+    if plain:
+        # A short text does not show it: beyond the window its answer would depend on how it was cut into forwards.
+        raise UnsupportedModel(f"{learned.name} attends without the window that its own cache keeps to, layers {plain}")
     if trouble is None:
         learned.untouched = learned.gathered.keys() == learned.layers.keys()
         return learned

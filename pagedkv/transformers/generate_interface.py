@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pagedkv.spec import UnsupportedModel
 from pagedkv.transformers.cache_forward import CacheForward, Tag, mask_key, tag_of
+from pagedkv.transformers.learned import PLAIN_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,6 +142,8 @@ def _why_not_mask(forward: CacheForward, window: int | None, mask: Any) -> str |
     known = forward.masks.get(mask_key(mask))
     if known is None:
         return "a mask of the model's own"
+    if known[1] is None and window is not None:
+        return PLAIN_MASK
     if known[1] != window:
         return f"a mask for a window of {known[1]} instead of {window}"
     return None
