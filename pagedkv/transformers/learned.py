@@ -17,6 +17,9 @@ from pagedkv.spec import KVSpec, LayerKV, UnsupportedModel
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _FALLBACK_CONTEXT = 8192
 
+PLAIN_MASK = "a plain causal mask over a layer whose cache forgets"
+"""Why such a layer cannot be paged: beyond the window its answer depends on how a text was cut into forwards."""
+
 
 @dataclass(frozen=True)
 class StoredLayer:
