@@ -1,4 +1,9 @@
-"""Which transformers versions are supported, and a clear refusal of all others."""
+"""Which transformers versions are supported, and a clear refusal of all others.
+
+The tests run on the oldest and on the newest of constraints.txt. A later 5.x is let in: what a model hands over is
+learned and compared with its own answer each time an object is made, so that a change of the library is a refusal with
+a reason and not a wrong answer. A new major version is not: there the interface itself may go.
+"""
 
 from __future__ import annotations
 
