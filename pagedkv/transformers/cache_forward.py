@@ -153,13 +153,17 @@ class CacheForward:
 
         That is the new K and V themselves where the layer reads pages, else everything stored, gathered.
         """
-        self.cache.require_storable(layer, k, v)
+        stored = self.learned.layers.get(layer)
+        if stored is None:
+            raise ValueError(f"layer {layer} must store no K and V, as when the model was tried out")
+        if k.requires_grad or v.requires_grad:
+            raise RuntimeError("a PagedCache keeps no gradients: call the model under torch.no_grad()")
+        stored.require(layer, k, v)
         self.begin(k.shape[0], k.shape[2])
         if layer in self.written:
             raise UnsupportedModel(f"{self.learned.name} stores K and V of layer {layer} twice in one forward")
-        folded = self.learned.layers[layer].folded
         if self._step is not None:
-            self.cache.store.write(layer, self._packed(k, folded), self._packed(v, folded), self._step)
+            self.cache.store.write(layer, self._packed(k, stored.folded), self._packed(v, stored.folded), self._step)
         self.written.add(layer)
         gathered = self.own_attention or not self.learned.paged(layer)
         if gathered:

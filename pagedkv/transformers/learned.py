@@ -46,6 +46,20 @@ class StoredLayer:
         """Whether K and V differ in heads, so that each is stored as one wide head."""
         return self.k_shape[0] != self.v_shape[0]
 
+    def require(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raise ValueError unless K and V of layer ``index`` are as they were when the model was tried out."""
+        for name, states, shape in (("K", k, self.k_shape), ("V", v, self.v_shape)):
+            if states.device != self.device:
+                raise ValueError(
+                    f"{name} of layer {index} must be on {self.device}, where its pages are, was on {states.device}; "
+                    "make a new PagedCache after moving a model"
+                )
+            if states.dtype != self.dtype or (states.shape[1], states.shape[3]) != shape:
+                raise ValueError(
+                    f"{name} of layer {index} must be [rows, {shape[0]}, tokens, {shape[1]}] in {self.dtype}, "
+                    f"was {[*states.shape]} in {states.dtype}"
+                )
+
     def layer_kv(self) -> LayerKV:
         """Return what is stored per token."""
         if self.folded:

@@ -8,7 +8,6 @@ in `binding`, and what is known of its layers in `learned`.
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +18,7 @@ from pagedkv.transformers.build import build_binding
 from pagedkv.transformers.dense import column_slots, gather_columns, group_of
 from pagedkv.transformers.layers import PagedLayer, crop_tokens, keeps_states, make_layers, select_rows
 from pagedkv.transformers.rows import Rows, row_numbers
+from pagedkv.transformers.versions import hide_renaming_warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,19 +73,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         attention_backend: str | None = None,
         check: bool = False,
     ) -> None:
-        binding = build_binding(
-            model,
-            memory=memory,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_len=max_len,
-            max_batch=max_batch,
-            policy=policy,
-            attention_backend=attention_backend,
-            check=check,
-        )
-        self._begin(binding)
-        _hide_renaming_warning()
+        options: dict[str, Any] = {
+            "memory": memory, "num_pages": num_pages, "page_size": page_size, "max_len": max_len,
+            "max_batch": max_batch, "policy": policy, "attention_backend": attention_backend, "check": check,
+        }  # fmt: skip
+        self._begin(build_binding(model, **options))
+        hide_renaming_warning()
 
     @classmethod
     def on(cls, binding: Binding) -> Self:
@@ -196,7 +189,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
         Raises:
             RuntimeError: no forward of this cache's own model is running, or gradients are wanted.
-            ValueError: they are on another device, or of another dtype or shape than the model's were.
+            ValueError: K or V is not as the layer's was when the model was tried out.
             OutOfPages: there are too few pages; nothing of this forward is stored.
         """
         forward = self._bound().forward
@@ -206,25 +199,6 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
                 "gives it; another model, or other code, called update"
             )
         return forward.store(layer_idx, key_states, value_states)
-
-    def require_storable(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise unless K and V are as the layer's were when the model was tried out."""
-        stored = self.learned.layers.get(layer)
-        if stored is None:
-            raise ValueError(f"layer {layer} must store no K and V, as when the model was tried out")
-        if k.requires_grad or v.requires_grad:
-            raise RuntimeError("a PagedCache keeps no gradients: call the model under torch.no_grad()")
-        for name, states, shape in (("K", k, stored.k_shape), ("V", v, stored.v_shape)):
-            if states.device != stored.device:
-                raise ValueError(
-                    f"{name} of layer {layer} must be on {stored.device}, where its pages are, was on {states.device}; "
-                    "make a new PagedCache after moving a model"
-                )
-            if states.dtype != stored.dtype or (states.shape[1], states.shape[3]) != shape:
-                raise ValueError(
-                    f"{name} of layer {layer} must be [rows, {shape[0]}, tokens, {shape[1]}] in {stored.dtype}, "
-                    f"was {[*states.shape]} in {states.dtype}"
-                )
 
     @contextmanager
     def rows_for(self, num_rows: int) -> Iterator[Rows]:
@@ -253,10 +227,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def gather(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all K and V of ``layer``, each ``[rows, heads, columns, width]``; padding is 0."""
-        binding = self._bound()
+        binding, stored = self._bound(), self.learned.layers[layer]
         if self._rows is None:
             raise RuntimeError("gather needs a cache in which something is stored")
-        stored = binding.learned.layers[layer]
         slots = column_slots(self._rows.sequences, self._rows.columns.real, group_of(binding.store, layer))
         return gather_columns(binding.store, layer, slots, stored.k_shape[0], stored.v_shape[0])
 
@@ -271,8 +244,6 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def batch_select_indices(self, indices: torch.Tensor | list[int]) -> None:
         """Keep the rows of ``indices`` (numbers, or one bool per row)."""
-        if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
-            indices = indices.nonzero()[:, 0]
         self._select(row_numbers(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -377,8 +348,3 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for mine, own in zip(self.layers, fork.layers, strict=True):
             own.copy_states(mine) if isinstance(own, PagedLayer) else vars(own).update(copy.deepcopy(vars(mine)))
         return fork
-
-
-def _hide_renaming_warning() -> None:
-    """Let people write ``past_key_values=cache``, which works from 5.17 to 6.0, without being told its newer name."""
-    warnings.filterwarnings("ignore", r"`past_key_values` is deprecated", FutureWarning)

@@ -118,6 +118,7 @@ def close_all(sequences: list[PagedSequence]) -> None:
 
 
 def row_numbers(indices: torch.Tensor | list[int]) -> list[int]:
-    """Return a beam index, or any row index, as whole numbers."""
-    numbers: list[int] = indices.tolist() if hasattr(indices, "tolist") else list(indices)
-    return numbers
+    """Return a beam index, any row index, or one bool per row, as whole numbers."""
+    if isinstance(indices, torch.Tensor):
+        indices = (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist()
+    return list(indices)
