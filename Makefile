@@ -11,13 +11,15 @@ STAMP := $(VENV)/.installed
 LIBRARY := pagedkv/native/lib/manifest.json
 PEERS := .peers
 VLLM_STAMP := $(PEERS)/vllm/.installed
+OLDEST := $(PEERS)/transformers-oldest
+OLDEST_STAMP := $(OLDEST)/.installed
 PIP_QUIET := --quiet --disable-pip-version-check
 
 # One thread per process: two pytest workers share the cores, and OpenMP pools that outnumber them only spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels lint test test-all demo bench peers clean
+.PHONY: help install kernels lint test test-all test-oldest models demo bench peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,11 +45,17 @@ lint: $(STAMP) ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: lint $(LIBRARY) ## lint, then every test that is not marked slow
+test: lint $(LIBRARY) test-oldest ## lint, then every test that is not marked slow
 	$(PYTEST) -m "not slow"
 
-test-all: lint $(LIBRARY) ## lint, then every test: whole matrices, soaks, real models, fresh random examples
+test-oldest: $(OLDEST_STAMP) $(LIBRARY) ## the transformers tests that are not slow, on the oldest supported transformers
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/transformers tests/test_spec.py
+
+test-all: lint $(LIBRARY) test-oldest ## lint, then every test: whole matrices, soaks, real models, fresh random examples
 	PAGEDKV_TEST_PROFILE=long $(PYTEST) --timeout 3600
+
+models: $(STAMP) $(LIBRARY) ## write docs/models.md and docs/models.json: what every architecture does with us (about six minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformers.coverage
 
 demo: $(STAMP) $(LIBRARY) ## watch a real model serve sixteen chats out of paged memory
 	$(BIN)/pagedkv demo $(DEMO_ARGS)
@@ -56,6 +64,13 @@ bench: $(STAMP) $(LIBRARY) ## every benchmark; BENCH_ARGS= for the full runs
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
 
 peers: $(VLLM_STAMP) $(STAMP) ## environments of the projects we are measured against
+
+# .venv's packages with another transformers laid over them: seconds instead of minutes, and torch is on disk once.
+$(OLDEST_STAMP): $(STAMP) constraints-oldest.txt
+	$(BIN)/python -m venv --clear --without-pip $(OLDEST)
+	$(BIN)/python -c 'import site, sys; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > "$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/zz_base.pth"
+	$(BIN)/python -m pip --python $(OLDEST)/bin/python install $(PIP_QUIET) -r constraints-oldest.txt
+	@touch $@
 
 # vLLM imports torchvision, torchaudio and torchcodec when they are there, and dies where their builds do not match torch.
 $(VLLM_STAMP):

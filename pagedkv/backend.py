@@ -14,6 +14,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from pagedkv.allocator import Room
     from pagedkv.attention import LayerSpec
 
@@ -133,6 +136,12 @@ class CacheBackend(Protocol):
 
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Attend from q ``[total_q, num_q_heads, k_dim]`` to everything stored: ``[total_q, num_q_heads, v_dim]``."""
+
+    def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's stored K and V, sequence after sequence, ``[total_kv, num_kv_heads, dim]``."""
+
+    def held_positions(self, layer: int, batch: StepBatch) -> Sequence[NDArray[np.int64]]:
+        """Return per sequence the positions that `gather` returns, ascending; a window may lack the first."""
 
     def end_step(self, batch: StepBatch, *, keep: Mapping[Any, int] | None = None) -> None:
         """Commit the step; with ``keep`` only the first ``keep[seq]`` tokens of a sequence stand."""

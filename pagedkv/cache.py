@@ -110,7 +110,7 @@ class PagedKVCache:
     @classmethod
     def from_config(
         cls,
-        config: Any,
+        config: Any | KVSpec,
         *,
         memory: int | str | None = None,
         num_pages: int | None = None,
@@ -122,7 +122,7 @@ class PagedKVCache:
         device_map: Mapping[int, torch.device | str] | None = None,
         **options: Any,
     ) -> PagedKVCache:
-        """Build the cache for a transformers model config, within ``memory`` or with ``num_pages``.
+        """Build the cache for a transformers model config, or a `KVSpec`, within ``memory`` or with ``num_pages``.
 
         With neither, room for 32 sequences of the model's context, at most a quarter of the free memory. Other
         ``options`` are the constructor's.
@@ -133,7 +133,7 @@ class PagedKVCache:
         """
         if memory is not None and num_pages is not None:
             raise ValueError(f"memory and num_pages exclude each other, were {memory!r} and {num_pages!r}")
-        spec = KVSpec.from_config(config)
+        spec = config if isinstance(config, KVSpec) else KVSpec.from_config(config)
         placed: dict[str, Any] = {
             "page_size": page_size, "dtype": dtype, "kv_dtype": kv_dtype, "device": device, "device_map": device_map
         }  # fmt: skip
@@ -257,6 +257,8 @@ class PagedKVCache:
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Attend from q ``[total_q, num_q_heads, k_dim]`` to all that is stored: ``[total_q, num_q_heads, v_dim]``."""
         step = self._group_step(layer, batch)
+        if self.spec.layers[layer].chunked:
+            raise ValueError(f"layer must attend by a window that slides, layer {layer} attends within chunks: gather")
         return paged_attention(
             q,
             self.k_pages[layer],

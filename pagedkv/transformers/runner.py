@@ -28,6 +28,8 @@ class ModelRunner:
     Attributes:
         spec: what the model stores per token (`KVSpec`).
         layer_specs: how each layer attends, by number.
+        gathered_layers: the layers that attend to something else than they store (latents expanded afterwards, say) or
+            within chunks. They are handed their histories at each step, which costs a gather.
 
     Raises:
         TypeError: if ``model`` is no transformers model.
@@ -40,9 +42,12 @@ class ModelRunner:
         self.model = model
         self.backend = backend
         self.spec = self._forward.spec
-        self.layer_specs = learn_layers(self._forward)
+        self._routes = learn_layers(self._forward)
+        self.layer_specs = self._routes.specs
+        self.gathered_layers = frozenset(self._routes.gathered)
         for layer, spec in sorted(self.layer_specs.items()):
-            backend.bind_layer(layer, spec)
+            if layer not in self.gathered_layers:
+                backend.bind_layer(layer, spec)
 
     def forward(self, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step that ``backend.begin_step`` laid out: K and V of its tokens are written, nothing is committed.
@@ -59,4 +64,4 @@ class ModelRunner:
             UnsupportedModel: if a layer says something else than at construction. After this or any other
                 exception the caller abandons the step.
         """
-        return self._forward(self._forward.cache(self.backend, batch, self.layer_specs), rows)
+        return self._forward(self._forward.cache(self.backend, batch, self._routes), rows)

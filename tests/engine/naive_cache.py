@@ -166,6 +166,14 @@ class NaiveCache:
         """Nothing to attend to."""
         return q
 
+    def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing is stored."""
+        return torch.empty(0), torch.empty(0)
+
+    def held_positions(self, layer: int, batch: StepBatch) -> list[Any]:
+        """Nothing is held."""
+        return []
+
     def end_step(self, batch: StepBatch, *, keep: Mapping[Any, int] | None = None) -> None:
         """Commit; full pages become findable."""
         assert batch is self.in_flight, "another step is in flight"

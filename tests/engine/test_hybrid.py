@@ -16,7 +16,7 @@ from tests.tiny_models import tiny, tiny_config
 NEW = 12
 SHARED = [5, 9, 33, 7, 60, 21, 8, 14, 3, 77]
 PROMPTS = tuple((*SHARED, *range(11, 11 + 3 * n)) for n in range(1, 5))
-HYBRIDS = ("mistral", "gemma2", "gemma3", "gpt_oss")
+HYBRIDS = ("mistral", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gemma3")))
 
 
 @cache
@@ -59,7 +59,7 @@ def test_greedy_tokens_are_the_models_own(name: str) -> None:
     assert backend.usage().in_use == 0
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_preempted_requests_say_the_same(name: str) -> None:
     """On a pool for hardly three of four requests one is preempted, comes back and ends with the model's own tokens."""
     prompts = tuple((*SHARED[:3], 40 + n) for n in range(4))
