@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncEngine": "pagedkv.engine",
     "BlockAllocator": "pagedkv.allocator",
     "OutOfPages": "pagedkv.allocator",
     "CacheBackend": "pagedkv.backend",
@@ -17,13 +18,22 @@ _HOME = {
     "SamplingParams": "pagedkv.engine",
 }
 
-__all__ = ["BlockAllocator", "CacheBackend", "Engine", "OutOfPages", "PagedKVCache", "SamplingParams", "__version__"]
+__all__ = [
+    "AsyncEngine",
+    "BlockAllocator",
+    "CacheBackend",
+    "Engine",
+    "OutOfPages",
+    "PagedKVCache",
+    "SamplingParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from pagedkv.allocator import BlockAllocator, OutOfPages
     from pagedkv.backend import CacheBackend
     from pagedkv.cache import PagedKVCache
-    from pagedkv.engine import Engine, SamplingParams
+    from pagedkv.engine import AsyncEngine, Engine, SamplingParams
 
 
 def __getattr__(name: str) -> object:
