@@ -73,7 +73,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inboxes: dict[Hashable, asyncio.Queue[StepOutput | BaseException]] = {}
         self._idle = asyncio.Event()
-        self._num_requests = 0
+        self._num_submitted = 0
         self._refusal: str | None = "has not been entered: use it in an `async with`"
 
     async def __aenter__(self) -> Self:
@@ -102,6 +102,11 @@ class AsyncEngine:
     def usage(self) -> CacheUsage:
         """What the cache holds: at most a second old while requests run, exact when none does."""
         return self._thread.usage
+
+    @property
+    def num_requests(self) -> int:
+        """Unfinished requests, of which ``max_requests`` are the most."""
+        return len(self._inboxes)
 
     @property
     def num_running(self) -> int:
@@ -156,8 +161,8 @@ class AsyncEngine:
         tokens = await self.tokenize(prompt, messages=messages)
         self._require_place()  # others may have come meanwhile
         self._require_running()
-        self._num_requests += 1
-        request_id = ("async", self._num_requests, object())  # nobody else can have this id
+        self._num_submitted += 1
+        request_id = ("async", self._num_submitted, object())  # nobody else can have this id
         inbox: asyncio.Queue[StepOutput | BaseException] = asyncio.Queue()
         self._thread.add(request_id, tokens, params)
         self._require_running()  # the thread may have died since

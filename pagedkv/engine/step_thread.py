@@ -128,7 +128,7 @@ class StepThread:
         except Exception as error:
             self._end_all(error)
             return
-        self._ended.clear()
+        self._ended = []
         self._ids.difference_update(output.request_id for output in outputs if output.ends_request)
         if time.monotonic() >= self._usage_due:
             self._note_usage()

@@ -68,7 +68,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, config: ServerConfig, tok
         streams = await begin(
             engine,
             fields,
-            [(prompt, None) for prompt in fields.prompts],
+            [(prompt, None) for prompt in fields.prompt],
             max_new_tokens=_COMPLETION_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
             limit_name="max_tokens",
             logprobs=fields.logprobs,

@@ -50,12 +50,12 @@ def _type_of(status: int) -> str:
     return {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
 
 
-def of_argument(error: ValueError | TypeError, names: Mapping[str, str]) -> ApiError:
-    """Return the refusal of a bad argument, which the engine's message begins with; ``names`` are the client's words."""
+def of_argument(error: ValueError | TypeError, names: Mapping[str, str], param: str | None = None) -> ApiError:
+    """Return the refusal of a bad argument, with which the engine's message begins; ``names`` are the client's."""
     message = str(error)
     for own, shown in names.items():
         message = message.replace(own, shown)
-    return ApiError(400, _printable(message), param=_printable(re.split(r"[\[' ]", message)[0]))
+    return ApiError(400, _printable(message), param=param or _printable(re.split(r"[\[' ]", message)[0]))
 
 
 def of_engine(error: EngineBusy | EngineStopped | StepFailed) -> ApiError:
@@ -75,6 +75,8 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, f"the body must be JSON: {fault['ctx']['error']} at character {place[0]}")
     param = _printable(".".join(str(part) for part in place)) or None
+    if kind == "value_error":  # one of our own, which says what it is about
+        return of_argument(fault["ctx"]["error"], {}, param)
     if kind == "extra_forbidden":
         return ApiError(400, f"{param} is not supported by this server", param=param, code="unsupported_parameter")
     if kind == "missing":

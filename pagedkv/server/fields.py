@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 from pagedkv.engine import SamplingParams
 
@@ -123,26 +132,37 @@ class GenerationFields(BaseModel):
         )
 
 
-class CompletionFields(GenerationFields):
-    """The body of ``POST /v1/completions``; ``logprobs`` is how many likely tokens are told beside each token."""
+def _prompts(given: Any) -> list[str] | list[list[int]]:
+    """Return a list of prompts, of which a single one may have been sent bare."""
+    prompts = [given] if isinstance(given, str) or _is_token_ids(given) else given
+    if not isinstance(prompts, list) or not all(isinstance(one, str) or _is_token_ids(one) for one in prompts):
+        raise ValueError(f"prompt must be text or a list of token ids, or a list of either, was {given!r:.60}")
+    if not prompts:
+        raise ValueError("prompt must hold at least one prompt, was []")
+    return prompts
 
-    prompt: StrictStr | Annotated[TokenIds, Field(min_length=1)] | list[StrictStr] | list[TokenIds]
+
+def _is_token_ids(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
+
+
+class CompletionFields(GenerationFields):
+    """The body of ``POST /v1/completions``; ``logprobs`` is how many likely tokens are told beside each token.
+
+    ``prompt`` is a list here, however it was sent.
+    """
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
     logprobs: StrictInt | None = None
 
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """All prompts, of which one may have been sent bare."""
-        given: Any = self.prompt
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
-
-class ContentPart(BaseModel):
-    """A part of a message: text; this server has no eyes and ears."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
-    text: StrictStr
+def _text(content: Any) -> str:
+    """Return a message's text, which may have been sent in parts; this server has no eyes and ears."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"content must be text, or a list of parts of type text, held {part!r:.60}")
+    return "".join(part["text"] for part in parts)
 
 
 class Message(BaseModel):
@@ -151,13 +171,12 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[ContentPart]
+    content: Annotated[str, BeforeValidator(_text)]
     name: StrictStr | None = None
 
     def for_template(self) -> dict[str, str]:
         """Return it as chat templates know it: ``developer`` is OpenAI's newer word for ``system``."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         return message if self.name is None else {**message, "name": self.name}
 
 

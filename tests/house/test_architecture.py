@@ -192,7 +192,15 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["pagedkv", "pagedkv.allocator", "pagedkv.attention", "pagedkv.transformers", "pagedkv.engine", "pagedkv.server", "pagedkv.cli"],
+    [
+        "pagedkv",
+        "pagedkv.allocator",
+        "pagedkv.attention",
+        "pagedkv.transformers",
+        "pagedkv.engine",
+        "pagedkv.server",
+        "pagedkv.cli",
+    ],
 )
 def test_public_names_resolve(module: str) -> None:
     """Every name in ``__all__`` is there, and ``dir()`` shows it."""
