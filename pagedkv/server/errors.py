@@ -82,7 +82,7 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     if kind == "missing":
         return ApiError(400, f"{param or 'the body'} must be given", param=param, code="missing_required_parameter")
     if param is None:
-        return ApiError(400, "the body must be a JSON object, with Content-Type: application/json")
+        return ApiError(400, f"the body must be a JSON object, with Content-Type: application/json ({fault['type']})")
     return ApiError(400, f"{param}: {_printable(fault['msg'])}, was {fault['input']!r:.60}", param=param)
 
 

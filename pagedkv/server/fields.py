@@ -38,7 +38,6 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
 }
 TokenIds = list[StrictInt]
-Number = StrictInt | StrictFloat
 
 
 class StreamOptions(BaseModel):
@@ -60,20 +59,20 @@ class GenerationFields(BaseModel):
 
     model: StrictStr | None = None
     max_tokens: StrictInt | None = None
-    temperature: Number = 1.0
-    top_p: Number = 1.0
+    temperature: StrictFloat = 1.0
+    top_p: StrictFloat = 1.0
     n: StrictInt = 1
     stop: StrictStr | list[StrictStr] = []
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     seed: StrictInt | None = None
-    presence_penalty: Number = 0.0
-    frequency_penalty: Number = 0.0
-    logit_bias: dict[int, Number] = {}
+    presence_penalty: StrictFloat = 0.0
+    frequency_penalty: StrictFloat = 0.0
+    logit_bias: dict[int, StrictFloat] = {}
     user: StrictStr | None = None
     top_k: StrictInt = 0
-    min_p: Number = 0.0
-    repetition_penalty: Number = 1.0
+    min_p: StrictFloat = 0.0
+    repetition_penalty: StrictFloat = 1.0
     min_tokens: StrictInt = 0
     stop_token_ids: TokenIds = []
     ignore_eos: StrictBool = False
@@ -119,9 +118,7 @@ class GenerationFields(BaseModel):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
-            seed=None
-            if self.seed is None
-            else self.seed % 2**64,  # clients may send any 64-bit integer, signed ones too
+            seed=self._unsigned_seed,
             n=self.n,
             max_new_tokens=max_new_tokens,
             min_new_tokens=self.min_tokens,
