@@ -29,7 +29,18 @@ KEY = "a-key-of-ours"
 def test_it_serves_until_a_signal_comes(tmp_path: Path) -> None:
     """It says where it is; on SIGTERM the running stream ends whole, the port is closed and the exit code is 0."""
     save_tiny_chat_model(tmp_path)
-    command = [sys.executable, "-m", "pagedkv", "serve", "--model", str(tmp_path), "--model-name", "tiny", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "pagedkv",
+        "serve",
+        "--model",
+        str(tmp_path),
+        "--model-name",
+        "tiny",
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen(
         [*command, "--memory", "4MiB", "--max-requests", "7"],
         cwd=ROOT,

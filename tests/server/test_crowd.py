@@ -22,7 +22,9 @@ ROUNDS = 3
 WORDS = ("one", "two", "three", "birds", "trees", "day", "kind")
 
 
-async def visit(client: openai.AsyncOpenAI, prompt: str, options: dict[str, Any], leave_after: int | None) -> str | None:
+async def visit(
+    client: openai.AsyncOpenAI, prompt: str, options: dict[str, Any], leave_after: int | None
+) -> str | None:
     """Return an answer's text, streamed; None if the client leaves after so many chunks."""
     stream = await client.completions.create(model=NAME, prompt=prompt, stream=True, **options)
     text, chunks = "", 0

@@ -112,7 +112,9 @@ def test_beyond_the_queue_is_a_429_with_a_time(server: Running) -> None:
     for _ in range(2):
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         body = json.dumps(LONG).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + body)
         assert b"HTTP/1.1 200" in connection.recv(100)
         streams.append(connection)

@@ -176,7 +176,9 @@ def test_logprobs(client: openai.OpenAI, engine: Engine) -> None:
     raw = bytes(byte for one in content for byte in one.bytes)
     assert chat.choices[0].message.content == raw.decode(errors="replace")
     pieces = client.chat.completions.create(stream=True, **options)
-    streamed = [one for chunk in pieces for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content]
+    streamed = [
+        one for chunk in pieces for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content
+    ]
     assert [one.bytes for one in content] == [one.bytes for one in streamed]
 
 
