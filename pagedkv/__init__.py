@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncEngine": "pagedkv.engine",
     "BlockAllocator": "pagedkv.allocator",
     "OutOfPages": "pagedkv.allocator",
     "CacheBackend": "pagedkv.backend",
@@ -19,6 +20,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AsyncEngine",
     "BlockAllocator",
     "CacheBackend",
     "Engine",
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from pagedkv.allocator import BlockAllocator, OutOfPages
     from pagedkv.backend import CacheBackend
     from pagedkv.cache import PagedKVCache
-    from pagedkv.engine import Engine, SamplingParams
+    from pagedkv.engine import AsyncEngine, Engine, SamplingParams
     from pagedkv.transformers import PagedCache
 
 

@@ -125,7 +125,7 @@ class EngineCore:
         )
         self._clock = clock
         self._random = random.Random(seed)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is collected inside a call aborts its request
         self._stepping = threading.Lock()
         self._groups: dict[Hashable, Group] = {}
         self._arrivals = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from pagedkv.cache import PagedKVCache
@@ -16,15 +15,15 @@ from pagedkv.engine.build import find_eos_token_ids, load_pretrained, make_backe
 from pagedkv.engine.checks import require_bool, require_int
 from pagedkv.engine.core import EngineCore
 from pagedkv.engine.model_step import FastRunner
-from pagedkv.engine.params import SamplingParams
-from pagedkv.engine.prompts import require_list, require_tokenizer, to_token_ids
+from pagedkv.engine.params import SamplingParams, one_each
+from pagedkv.engine.prompts import prompts_or_chats, require_tokenizer, to_token_ids
 from pagedkv.engine.stops import OutputText
 from pagedkv.engine.stream import RequestStream
 from pagedkv.spec import KVSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
     import torch
 
@@ -143,9 +142,8 @@ class Engine:
             seed=seed,
             clock=clock,
         )
-        if paged:
-            paged.allocator.hand_over()  # to the thread that steps
         self._assemble(core, tokenizer)
+        self.hand_over()
 
     @classmethod
     def from_pretrained(
@@ -230,6 +228,15 @@ class Engine:
         """Ask for a request's end at the next step; say whether there was such a request. Safe from any thread."""
         return self.core.abort(request_id)
 
+    def hand_over(self) -> None:
+        """Let go of the cache: the next thread that steps owns it. Called by its owner, where it has one.
+
+        Raises:
+            WrongThread: if another thread owns the cache.
+        """
+        if isinstance(self.backend, PagedKVCache):
+            self.backend.allocator.hand_over()
+
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]] | None = None,
@@ -242,13 +249,8 @@ class Engine:
         ``params`` are one for all, or one each. Other requests go on meanwhile. If a prompt is refused, or the model
         raises, all of them are aborted at the next step.
         """
-        if messages is not None and prompts is None:
-            given = [(None, chat) for chat in require_list("messages", messages)]
-        elif messages is None:
-            given = [(prompt, None) for prompt in require_list("prompts", prompts)]
-        else:
-            raise TypeError("prompts or messages must be given, and not both, was both")
-        each = _one_each(params, len(given))
+        given = prompts_or_chats(prompts, messages)
+        each = one_each(params, len(given))
         streams: list[RequestStream] = []
         try:
             for (prompt, chat), own in zip(given, each, strict=True):
@@ -293,16 +295,6 @@ class Engine:
             self._boxes.get(output.request_id, self._outputs).append(output)
             if output.ends_request:
                 self._boxes.pop(output.request_id, None)
-
-
-def _one_each(params: Any, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence):
-        raise TypeError(f"params must be SamplingParams or a list of them, was {type(params).__name__}")
-    if len(params) != count:
-        raise ValueError(f"params must be one, or one for each of {count} prompts, were {len(params)}")
-    return list(params)
 
 
 def _require_made_for(cache: Any, spec: KVSpec, model: Any) -> None:
