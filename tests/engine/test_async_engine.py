@@ -186,7 +186,7 @@ def test_a_broken_engine_says_so_to_everybody() -> None:
         def broken() -> list[StepOutput]:
             raise OSError("the device has gone")
 
-        engine.core.step = broken  # type: ignore[method-assign, assignment]
+        engine.core.step = broken  # type: ignore[method-assign]
         async with AsyncEngine(engine) as served:
             errors = await asyncio.gather(*[served.generate([[i]]) for i in range(3)], return_exceptions=True)
             assert {True} == {isinstance(error, StepFailed | EngineStopped) for error in errors}
