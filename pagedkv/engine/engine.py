@@ -292,7 +292,7 @@ def _one_each(params: Any, count: int) -> list[SamplingParams | None]:
 
 def _require_made_for(cache: Any, spec: KVSpec, model: Any) -> None:
     """Refuse a cache of another model's layers or dtype, where it says for which it was made."""
-    own: KVSpec | None = getattr(cache, "spec", None)
+    own: KVSpec | None = getattr(cache, "model_spec", None) or getattr(cache, "spec", None)
     if own is not None and own.layers != spec.layers:
         raise ValueError(
             f"backend must be made for the model's {spec.num_layers} layers, {spec.layers[0]} first; "
