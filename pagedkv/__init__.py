@@ -15,15 +15,28 @@ _HOME = {
     "PagedKVCache": "pagedkv.cache",
     "Engine": "pagedkv.engine",
     "SamplingParams": "pagedkv.engine",
+    "choose_strategy": "pagedkv.strategy",
+    "estimate_kv_bytes": "pagedkv.strategy",
 }
 
-__all__ = ["BlockAllocator", "CacheBackend", "Engine", "OutOfPages", "PagedKVCache", "SamplingParams", "__version__"]
+__all__ = [
+    "BlockAllocator",
+    "CacheBackend",
+    "Engine",
+    "OutOfPages",
+    "PagedKVCache",
+    "SamplingParams",
+    "__version__",
+    "choose_strategy",
+    "estimate_kv_bytes",
+]
 
 if TYPE_CHECKING:
     from pagedkv.allocator import BlockAllocator, OutOfPages
     from pagedkv.backend import CacheBackend
     from pagedkv.cache import PagedKVCache
     from pagedkv.engine import Engine, SamplingParams
+    from pagedkv.strategy import choose_strategy, estimate_kv_bytes
 
 
 def __getattr__(name: str) -> object:

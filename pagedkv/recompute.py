@@ -129,7 +129,7 @@ class RecomputeCache(PagedKVCache):
                 raise UnsupportedModel(f"layer {layer} must run its own attention module, something stands in for it")
             states = self.recovered[layer].note(self._calls[layer], batch.position_ids, batch)
             kept = self.spec.layers[layer]
-            k, v = (half.unflatten(1, (kept.num_kv_heads, -1)) for half in states.chunk(2, dim=1))
+            k, v = (half.reshape(len(half), kept.num_kv_heads, -1) for half in states.chunk(2, dim=1))
         super().write(layer, k, v, batch)
 
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -143,10 +143,18 @@ class RecomputeCache(PagedKVCache):
             k, v = self.recovered[layer].recover(self._calls[layer], states, scratch.positions)
         finally:
             self._recovering = False
-        pages = [one.new_empty(scratch.num_pages, one.shape[1], self.page_size, one.shape[2]) for one in (k, v)]
-        write_kv(k, v, *pages, scratch.slots.to(k.device), backend=self._attention_backend)
+        k_pages, v_pages = (
+            one.new_empty(scratch.num_pages, one.shape[1], self.page_size, one.shape[2]) for one in (k, v)
+        )
+        write_kv(k, v, k_pages, v_pages, scratch.slots.to(k.device), backend=self._attention_backend)
         return paged_attention(
-            q, *pages, scratch.attention, self.layer_specs[layer], backend=self._attention_backend, check=self._check
+            q,
+            k_pages,
+            v_pages,
+            scratch.attention,
+            self.layer_specs[layer],
+            backend=self._attention_backend,
+            check=self._check,
         )
 
     def _scratch_of(self, layer: int, batch: StepBatch) -> _Scratch:
@@ -201,9 +209,9 @@ def _kept(layer: LayerKV, width: int) -> LayerKV | None:
 
 
 def layers_to_recompute(spec: KVSpec, width: int, num_tokens: int, dtype: torch.dtype, memory: int | str) -> int:
-    """Return the fewest layers that must keep input states of ``width`` for ``num_tokens`` to fit ``memory``, at least 1.
+    """Return the fewest layers that must keep input states of ``width`` for ``num_tokens`` to fit ``memory``.
 
-    Where not all together would do, all of them: preemption does the rest.
+    At least 1. Where not all together would do, all of them: preemption does the rest.
     """
     savings = [
         layer.num_kv_heads * (layer.k_dim + layer.v_dim) - width

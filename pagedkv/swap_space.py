@@ -114,7 +114,7 @@ class SwapSpace:
         return len(host) * self.page_bytes
 
     def _checksum(self, page: int) -> int:
-        return zlib.crc32(memoryview(self.pages[page].numpy()))
+        return zlib.crc32(self.pages[page].numpy().data)
 
     def _count(self, num_pages: int, started: float) -> None:
         self.bytes_moved += num_pages * self.page_bytes

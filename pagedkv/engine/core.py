@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 Scheduling = Literal["fcfs", "priority"]
 SCHEDULINGS: Final = get_args(Scheduling)
 MAX_PRIORITY: Final = 100
+DEFAULT_AGEING: Final = 64
 
 
 class Runner(Protocol):
@@ -95,7 +96,7 @@ class EngineCore:
         max_passes: int = 16,
         prefix_page_size: int | None = None,
         scheduling: Scheduling = "fcfs",
-        ageing: int = 64,
+        ageing: int = DEFAULT_AGEING,
         swap_space: SwapSpace | None = None,
         preemption: PreemptionMode = "auto",
         seed: int | None = None,

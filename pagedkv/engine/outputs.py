@@ -170,8 +170,8 @@ class EngineStats:
 
     ``decode_tokens`` counts input tokens of decode rows, drafts included, so ``prefill_tokens + decode_tokens`` is all
     that went through the model. ``cached_tokens`` and ``refound_tokens`` count at a sample's end; ``finished`` counts
-    samples by finish reason. ``preemptions`` that went to host memory are ``swapped_out``, those that came back from there
-    ``swapped_in``; ``damaged_swaps`` did not, since a checksum was wrong, and were computed again.
+    samples by finish reason. Of the ``preemptions`` ``swapped_out`` went to host memory, ``swapped_in`` came back from
+    there, and ``damaged_swaps`` did not, since a checksum was wrong: they were computed again.
     """
 
     steps: int = 0

@@ -230,7 +230,7 @@ class Scheduler:
         return needed + sum(self._needed(elder, elder.remaining) for elder in elders) <= available
 
     def _room(self, request: Request, growth: int) -> Room:
-        """Return the pages that a waiting request would take with so much growth of each sample, and those there are."""
+        """Return the pages that a waiting request would take with so much growth a sample, and those there are."""
         needed, available = self._backend.room(request.tokens, growth=growth, chunk=self._max_step_tokens)
         return Room(needed + self._for_unparted(request, growth), available)
 
