@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 PREEMPTIONS: Final = get_args(PreemptionMode)
-ASSUMED_RATE: Final = 1e9  # bytes per second: one core's copy with its checksum
+ASSUMED_RATE: Final = 5e8  # bytes per second: one core that copies twice and sums
 _WEIGHT = 0.2  # of the newest step in the measured rate
 
 

@@ -78,7 +78,7 @@ def test_sliding_gives_pages_back() -> None:
 @pytest.mark.parametrize(("window", "sinks"), [(0, 1), (-3, 1), (4, -1), (True, 1), (4, 1.5)])
 def test_bad_windows(window: Any, sinks: Any) -> None:
     """Windows and sink tokens are whole numbers in range."""
-    with pytest.raises((ValueError, TypeError), match="window|num_sink_tokens"):
+    with pytest.raises((ValueError, TypeError), match=r"window|num_sink_tokens"):
         Engine(tiny("llama"), strategy="sliding", sliding_window=window, num_sink_tokens=sinks, num_pages=30)
 
 
