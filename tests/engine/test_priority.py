@@ -141,20 +141,6 @@ def test_samples_that_have_yet_to_part_are_counted() -> None:
     assert cache.usage().in_use == 0
 
 
-def test_unparted_samples_are_counted_beside_one_that_came_back() -> None:
-    """An elder whose samples part late never pushes out for a second time whoever came back beside it."""
-    core, cache, _ = make_core(16, 4, growth=0, max_batch=8, max_step_tokens=9)
-    core.add_request("long", [3] * 24, SamplingParams(max_new_tokens=12, n=3, seed=1, temperature=1.0))
-    core.add_request("b", [4] * 8, SamplingParams(max_new_tokens=20))
-    outputs = drain(core)
-
-    assert all(row[-1].metrics.preemptions <= 1 for row in outputs.values() if row[-1].metrics)
-    assert [token for output in outputs["b"] for token in output.token_ids] == cold(
-        [4] * 8, SamplingParams(max_new_tokens=20)
-    )
-    assert cache.usage().in_use == 0
-
-
 @pytest.mark.parametrize(
     ("options", "priority", "error", "message"),
     [
