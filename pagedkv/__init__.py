@@ -17,6 +17,8 @@ _HOME = {
     "PagedKVCache": "pagedkv.cache",
     "Engine": "pagedkv.engine",
     "SamplingParams": "pagedkv.engine",
+    "choose_strategy": "pagedkv.strategy",
+    "estimate_kv_bytes": "pagedkv.strategy",
 }
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "PagedKVCache",
     "SamplingParams",
     "__version__",
+    "choose_strategy",
+    "estimate_kv_bytes",
 ]
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from pagedkv.backend import CacheBackend
     from pagedkv.cache import PagedKVCache
     from pagedkv.engine import AsyncEngine, Engine, SamplingParams
+    from pagedkv.strategy import choose_strategy, estimate_kv_bytes
     from pagedkv.transformers import PagedCache
 
 
