@@ -146,7 +146,7 @@ class _Recorder(RaggedCache):
     """A cache that hands over what is stored first, and ends the run there."""
 
     def __init__(self, cache: RaggedCache) -> None:
-        super().__init__(cache.spec, cache.store, cache.batch, cache.specs)
+        super().__init__(cache.spec, cache.store, cache.batch, cache.routes)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
