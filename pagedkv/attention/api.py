@@ -91,7 +91,7 @@ def _chosen_for(call: AttendCall, name: str | None) -> Backend:
     chosen: Backend | None = call.batch.prepared.get(key)
     if chosen is None:
         check_attend(call)
-        chosen = choose(name, lambda backend: backend.cannot_attend(call))
+        chosen = choose(name, call.q.device.type, lambda backend: backend.cannot_attend(call))
         call.batch.prepared[key] = chosen
     return chosen
 
@@ -137,7 +137,7 @@ def write_kv(
     """
     call = WriteCall(k, v, k_pages, v_pages, slot_mapping, kv_scales)
     check_write(call)
-    chosen = choose(backend, lambda candidate: candidate.cannot_write(call))
+    chosen = choose(backend, k_pages.device.type, lambda candidate: candidate.cannot_write(call))
     if check:
         check_slots_contents(slot_mapping, k_pages.shape[0], k_pages.shape[2])
     with _without_gradients():
@@ -164,7 +164,7 @@ def copy_pages(
     """
     tensors = (pages,) if isinstance(pages, torch.Tensor) else tuple(pages)
     check_copy(tensors, copies)
-    chosen = choose(backend, lambda candidate: candidate.cannot_copy(tensors, copies))
+    chosen = choose(backend, copies.device.type, lambda candidate: candidate.cannot_copy(tensors, copies))
     if check:
         check_copies_contents(copies, tensors[0].shape[0])
     if copies.shape[0]:

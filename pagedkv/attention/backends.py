@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from .calls import AttendCall, WriteCall
 
 _MODULES = {
+    "triton": ".triton",
     "torch": ".gather",
     "reference": ".reference",
 }
 """Module of each backend, in the order in which ``backend=None`` tries them."""
+
+_CHOSEN_ON = {"triton": "cuda"}
+"""Backends that ``backend=None`` tries on one type of device only, and does not load elsewhere (HIP says "cuda" too)."""
 
 
 class Backend(Protocol):
@@ -63,19 +67,24 @@ def load(name: str) -> Backend:
     return cast("Backend", import_module(_MODULES[name], __package__))
 
 
-def choose(name: str | None, cannot: Callable[[Backend], str | None]) -> Backend:
+def choose(name: str | None, device: str, cannot: Callable[[Backend], str | None]) -> Backend:
     """Return the backend called ``name``, or with None the first that can serve the call.
 
-    ``cannot`` asks a backend about the call at hand. A named backend is never replaced by another.
+    ``device`` is the type of the device the call's tensors are on; ``cannot`` asks a backend about the call at hand. A
+    named backend is never replaced by another.
 
     Raises:
         ValueError: the named backend, or every backend, cannot serve the call; says why.
     """
     reasons = []
-    for candidate in _MODULES if name is None else (name,):
+    for candidate in _candidates(device) if name is None else (name,):
         backend = load(candidate)
         reason = cannot(backend)
         if reason is None:
             return backend
         reasons.append(f"backend {candidate!r} cannot serve this call: {reason}")
     raise ValueError("; ".join(reasons))
+
+
+def _candidates(device: str) -> list[str]:
+    return [name for name in _MODULES if _CHOSEN_ON.get(name, device) == device]
