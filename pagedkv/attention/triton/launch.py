@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..shared_prefix import KEY, Costs, SharedPrefixes, pays
+from ..transfer import to_device
+from .cascade import cascade_kernel
 from .decode import decode_kernel, merge_kernel
 from .prefill import prefill_kernel
 from .tuning import (
@@ -20,6 +23,7 @@ from .tuning import (
     decode_tiles,
     layer_of,
     max_splits,
+    power_of_two,
     prefill_tiles,
     target_of,
 )
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from ..layer_spec import LayerSpec
 
 _MERGED_AT_ONCE = 8
+_CASCADE_ROWS = 64
 
 
 class Plan(NamedTuple):
@@ -47,6 +52,18 @@ class Plan(NamedTuple):
     splits: int
     part_rows: int
     constants: dict[str, Any]
+    split_constants: dict[str, int]
+
+
+class SharedTiles(NamedTuple):
+    """A step's shared beginnings for layers of one kind: `cascade_kernel`'s arguments and grid."""
+
+    lengths: torch.Tensor
+    members: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: int
+    block_m: int
+    splits: int
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -86,6 +103,7 @@ def _plan_for(call: AttendCall) -> Plan:
             splits=most_splits(call.batch.max_kv_len, in_tile, spec, decode, layer),
             part_rows=min(call.batch.max_q_len, in_tile) * layer.group,
             constants=constants_of(layer, spec),
+            split_constants={"SPLIT_TILES": SPLIT_TOKENS // decode.block_n, "MAX_SPLITS": max_splits(layer)},
         )
         call.batch.prepared[key] = plan
     return plan
@@ -136,6 +154,7 @@ def _numbers(spec: LayerSpec) -> tuple[float, float, int, int]:
 
 
 def _launch_prefill(call: AttendCall, out: torch.Tensor, plan: Plan) -> None:
+    """Run the tiles of long queries, as many as there can be."""
     batch, spec, tiles = call.batch, call.spec, plan.prefill
     if tiles is None:
         return
@@ -144,40 +163,116 @@ def _launch_prefill(call: AttendCall, out: torch.Tensor, plan: Plan) -> None:
     grid = (call.q.shape[0] // queries + batch.num_sequences, plan.layer.num_kv_heads)
     prefill_kernel[grid](
         call.q, *pages, batch.block_tables, batch.kv_lens.contiguous(), batch.cu_q_lens.contiguous(),
-        call.q if spec.sink_logits is None else spec.sink_logits.contiguous(),
-        call.q if spec.alibi_slopes is None else spec.alibi_slopes.contiguous(), out,
+        _per_head(spec.sink_logits, call.q), _per_head(spec.alibi_slopes, call.q), out,
         *_numbers(spec), batch.num_sequences, *batch.block_tables.stride(), *call.q.stride(), *strides, *out.stride(),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DECODE_M=plan.decode.block_m, K_PAD=tiles.k_pad,
-        V_PAD=tiles.v_pad, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **plan.constants,
+        DECODE_M=plan.decode.block_m, **_tile_constants(tiles), **plan.constants,
     )  # fmt: skip
 
 
 def _launch_decode(call: AttendCall, out: torch.Tensor, plan: Plan) -> None:
-    """Run decode's splits, and their merge unless no sequence can have two."""
+    """Run decode's splits, those of shared beginnings, and their merge unless no sequence can have two."""
     batch, spec, tiles, heads = call.batch, call.spec, plan.decode, plan.layer.num_kv_heads
-    pages, strides = _sides(call, plan)
-    slots = plan.splits
+    shared = _shared_for(call, plan)
+    own = plan.splits
+    slots = own if shared is None else own + shared.splits
     parts, part_lse = (out, out) if slots == 1 else _scratch(batch, slots * heads * plan.part_rows, plan, out.device)
-    lens = batch.kv_lens.contiguous(), batch.cu_q_lens.contiguous(), batch.kv_lens
-    sink_logits = call.q if spec.sink_logits is None else spec.sink_logits.contiguous()
-    splits = {"SPLIT_TILES": SPLIT_TOKENS // tiles.block_n, "MAX_SPLITS": max_splits(plan.layer)}
-    decode_kernel[(batch.num_sequences, heads, plan.splits)](
-        call.q, *pages, batch.block_tables, *lens, sink_logits,
-        call.q if spec.alibi_slopes is None else spec.alibi_slopes.contiguous(), out, parts, part_lse,
-        *_numbers(spec), slots, plan.part_rows, *batch.block_tables.stride(), *call.q.stride(), *strides, *out.stride(),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, K_PAD=tiles.k_pad, V_PAD=tiles.v_pad, CASCADE=False,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **splits, **plan.constants,
+    prefix_lens = batch.kv_lens if shared is None else shared.lengths
+    lens = batch.kv_lens.contiguous(), batch.cu_q_lens.contiguous(), prefix_lens
+    pages, strides = _sides(call, plan)
+    slopes, sink_logits = _per_head(spec.alibi_slopes, call.q), _per_head(spec.sink_logits, call.q)
+    scale, softcap, window, num_sinks = _numbers(spec)
+    table_strides = batch.block_tables.stride()
+    cascade = shared is not None
+    decode_kernel[(batch.num_sequences, heads, own)](
+        call.q, *pages, batch.block_tables, *lens, sink_logits, slopes, out, parts, part_lse,
+        scale, softcap, window, num_sinks, slots, plan.part_rows,
+        *table_strides, *call.q.stride(), *strides, *out.stride(),
+        CASCADE=cascade, **_tile_constants(tiles), **plan.split_constants, **plan.constants,
     )  # fmt: skip
+    if shared is not None:
+        cascade_kernel[(shared.num_tiles, heads, shared.splits)](
+            call.q, *pages, batch.block_tables, *lens, shared.members, shared.tiles, slopes, parts, part_lse,
+            scale, softcap, slots, own, plan.part_rows, *table_strides, *call.q.stride(), *strides,
+            **_tile_constants(tiles._replace(block_m=shared.block_m)), **plan.split_constants,
+            **_without(plan.constants, "WINDOW", "SINK_LOGITS"),
+        )  # fmt: skip
     if slots == 1:
         return
-    queries = plan.part_rows // plan.layer.group
-    merge_kernel[(batch.num_sequences, call.q.shape[1], queries)](
-        parts, part_lse, *lens, sink_logits, out, spec.window or 0, spec.num_sink_tokens, slots, plan.splits,
-        plan.part_rows, heads, *out.stride(),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, V_PAD=tiles.v_pad, SLOTS_PAD=splits["MAX_SPLITS"],
-        CHUNK=_MERGED_AT_ONCE, CASCADE=False, num_warps=4, **splits,
+    merge_kernel[(batch.num_sequences, call.q.shape[1], plan.part_rows // plan.layer.group)](
+        parts, part_lse, *lens, sink_logits, out, window, num_sinks, slots, own, plan.part_rows, heads, *out.stride(),
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, V_PAD=tiles.v_pad, CHUNK=_MERGED_AT_ONCE, CASCADE=cascade,
+        SLOTS_PAD=plan.split_constants["MAX_SPLITS"] * (2 if cascade else 1), num_warps=4, **plan.split_constants,
         **{name: plan.constants[name] for name in ("GROUP", "V_DIM", "WINDOW", "SINK_LOGITS")},
     )  # fmt: skip
+
+
+def _tile_constants(tiles: Tiles) -> dict[str, int]:
+    return {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "K_PAD": tiles.k_pad,
+        "V_PAD": tiles.v_pad,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def _without(constants: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in constants.items() if name not in names}
+
+
+def _per_head(values: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """Return per-head values as the kernels take them; something else of the device where there are none."""
+    return stand_in if values is None else values.contiguous()
+
+
+def _shared_for(call: AttendCall, plan: Plan) -> SharedTiles | None:
+    """Return what to cascade in layers like this one, or None: nothing shared, a window, or it does not pay."""
+    batch, layer = call.batch, plan.layer
+    shared: SharedPrefixes | None = batch.prepared.get(KEY)
+    if shared is None or call.spec.window is not None:
+        return None
+    key = ("triton cascade", id(shared), layer)
+    if key not in batch.prepared:
+        token_bytes = call.k_pages.element_size() * layer.num_kv_heads * (layer.k_dim + layer.v_dim)
+        partial_bytes = 4 * layer.num_kv_heads * layer.group * (layer.v_dim + 1)
+        costs = costs_of(call.q.device)
+        wanted = pays(shared, token_bytes, partial_bytes, layer.num_kv_heads, costs)
+        batch.prepared[key] = _shared_tiles(shared, plan, call) if wanted else None
+    found: SharedTiles | None = batch.prepared[key]
+    return found
+
+
+def _shared_tiles(shared: SharedPrefixes, plan: Plan, call: AttendCall) -> SharedTiles:
+    """Cut each group's members into tiles of query rows."""
+    group, device = plan.layer.group, call.q.device
+    most = max(len(one.rows) for one in shared.groups) * group
+    block_m = max(plan.decode.block_m, min(power_of_two(most), _CASCADE_ROWS))
+    at_once = block_m // group
+    members: list[int] = []
+    tiles: list[list[int]] = []
+    for one in shared.groups:
+        for first in range(0, len(one.rows), at_once):
+            some = one.rows[first : first + at_once]
+            tiles.append([len(members), len(some)])
+            members += some
+    longest = max(one.length for one in shared.groups)
+    return SharedTiles(
+        lengths=shared.lengths,
+        members=to_device(members, torch.int32, device),
+        tiles=to_device(tiles, torch.int32, device),
+        num_tiles=len(tiles),
+        block_m=block_m,
+        splits=most_splits(longest, 1, call.spec, plan.decode, plan.layer),
+    )
+
+
+def costs_of(device: torch.device) -> Costs:
+    """Return what is known of the device for the estimate."""
+    if device.type != "cuda":
+        return Costs()
+    properties = torch.cuda.get_device_properties(device)
+    return Costs(cache_bytes=properties.L2_cache_size / 2, processors=properties.multi_processor_count)
 
 
 def _scratch(batch: AttentionBatch, rows: int, plan: Plan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
