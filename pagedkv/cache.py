@@ -19,7 +19,7 @@ from pagedkv.attention.backends import backend_names
 from pagedkv.backend import CacheUsage
 from pagedkv.sizing import bytes_per_token, default_num_pages, parse_memory, require_count, require_float_dtype
 from pagedkv.spec import KVSpec
-from pagedkv.step import PagedStep, StepBuffers
+from pagedkv.step import PaddedStep, PagedStep, StepBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -87,6 +87,7 @@ class PagedKVCache:
         self.layer_specs = [LayerSpec(scale=layer.k_dim**-0.5, window=layer.window) for layer in spec.layers]
         self._buffers = StepBuffers(max_batch, self.max_len, page_size, self.device)
         self._step: PagedStep | None = None
+        self._stand_in: PaddedStep | None = None
         self._in_flight: StepInFlight | None = None
 
     @classmethod
@@ -258,6 +259,11 @@ class PagedKVCache:
             check=self._check,
         )
 
+    def pad_step(self, batch: StepBatch, rows: int) -> PaddedStep:
+        """Return the decode step in flight padded to ``rows`` rows, for `write` and `attend`; end the step itself."""
+        self._stand_in = self._buffers.pad(self._in_step(batch), rows)
+        return self._stand_in
+
     def end_step(self, batch: StepBatch, *, keep: Mapping[PagedSequence, int] | None = None) -> None:
         """Commit the step's tokens; with ``keep`` only the first ``keep[seq]`` of a sequence, the rest is undone.
 
@@ -266,7 +272,7 @@ class PagedKVCache:
         Raises:
             ValueError: if ``keep`` names a sequence outside the step, or a count outside 0 to its new tokens.
         """
-        step = self._current(batch)
+        step = self._in_step(batch)
         tokens = step.tokens
         if keep is not None:
             tokens = _kept(step, keep)
@@ -274,7 +280,7 @@ class PagedKVCache:
 
     def abandon_step(self, batch: StepBatch) -> None:
         """Take the step back: every length is as before `begin_step`."""
-        step = self._current(batch)
+        step = self._in_step(batch)
         self._leave_step(step, [[] for _ in step.sequences])
 
     def _leave_step(self, step: PagedStep, tokens: list[list[int]]) -> None:
@@ -283,16 +289,22 @@ class PagedKVCache:
         self.allocator.commit_batch([sequence for sequence, _ in rows], [row for _, row in rows])
         if self._in_flight is not None:
             self._in_flight.end()
-        self._step = self._in_flight = None
+        self._step = self._in_flight = self._stand_in = None
 
     def _require_layer(self, layer: int) -> None:
         if not 0 <= layer < self.spec.num_layers:
             raise ValueError(f"layer must be 0 to {self.spec.num_layers - 1}, was {layer}")
 
-    def _current(self, batch: StepBatch) -> PagedStep:
+    def _in_step(self, batch: StepBatch) -> PagedStep:
         if batch is not self._step or self._step is None:
             raise RuntimeError("batch must be the step in flight; this one has ended, or is another cache's")
         return self._step
+
+    def _current(self, batch: StepBatch) -> PagedStep | PaddedStep:
+        """Return the step in flight, or its padded form where that was asked for."""
+        if self._stand_in is not None and batch is self._stand_in:
+            return self._stand_in
+        return self._in_step(batch)
 
     def usage(self) -> CacheUsage:
         """Return what live sequences hold now; a page that several share counts once."""

@@ -29,7 +29,9 @@ class StepBuffers:
     def __init__(self, max_batch: int, max_len: int, page_size: int, device: torch.device) -> None:
         """Allocate them, zeroed: every unused table entry names the null page."""
         self.page_size = page_size
+        self.max_len = max_len
         self.device = device
+        self._padded: dict[int, PaddedStep] = {}
         self.block_tables = self._zeros(max_batch, -(-max_len // page_size))
         self.kv_lens = self._zeros(max_batch)
         self.cu_q_lens = self._zeros(max_batch + 1)
@@ -50,6 +52,13 @@ class StepBuffers:
             max_q_len=int(q_lens.max()),
             max_kv_len=int(kv_lens.max()),
         )
+
+    def pad(self, step: PagedStep, rows: int) -> PaddedStep:
+        """Return ``step`` as one of ``rows`` rows, in the same memory whenever ``rows`` is the same."""
+        if rows not in self._padded:
+            self._padded[rows] = PaddedStep(rows, self.block_tables.shape[1], self.max_len, self.device)
+        self._padded[rows].load(step)
+        return self._padded[rows]
 
 
 class PagedStep(StepBatch):
@@ -81,3 +90,50 @@ class PagedStep(StepBatch):
         slots = pages * buffers.page_size + positions % buffers.page_size
         self.slot_mapping = torch.from_numpy(slots).to(buffers.device)
         self.attention = buffers.fill(tables, kv_lens, q_lens)
+
+
+class PaddedStep(StepBatch):
+    """A decode step of a fixed number of rows, at addresses that stay: what a captured step reads.
+
+    Rows past the sequences are padding: token 0 at position 0, of length 0, written to the null page; their logits mean
+    nothing. The bound on lengths is the cache's, so that a captured grid fits every later step. The sequences' own
+    bounds are not looked at, so that nothing of a captured launch depends on them.
+
+    Attributes:
+        slot_mapping: int64 ``[rows]``.
+        attention: the `AttentionBatch` of all rows, new after every `load`.
+    """
+
+    def __init__(self, rows: int, width: int, max_len: int, device: torch.device) -> None:
+        super().__init__((), [[0]] * rows, [0] * rows, device)
+        self.rows = rows
+        self.slot_mapping = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self._kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._cu_q_lens = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._max_len = max_len
+        self.attention = self._batch()
+
+    def _batch(self) -> AttentionBatch:
+        return AttentionBatch(self._tables, self._kv_lens, self._cu_q_lens, 1, self._max_len)
+
+    def load(self, step: PagedStep) -> None:
+        """Take over the rows of ``step``, one token each; copies on the device, nothing waits."""
+        count = len(step.sequences)
+        if count > self.rows or any(length != 1 for length in step.q_lens):
+            raise ValueError(
+                f"step must bring one token for each of at most {self.rows} sequences, brings {step.q_lens}"
+            )
+        self.sequences = step.sequences
+        tables = step.attention.block_tables
+        for padded, own in (
+            (self.input_ids, step.input_ids),
+            (self.position_ids, step.position_ids),
+            (self.slot_mapping, step.slot_mapping),
+            (self._kv_lens, step.attention.kv_lens),
+        ):
+            padded[:count].copy_(own)
+            padded[count:].zero_()
+        self._tables.zero_()
+        self._tables[:count, : tables.shape[1]].copy_(tables)
+        self.attention = self._batch()

@@ -1,8 +1,8 @@
 """What all tests share: one thread per process, no network, interpreted kernels, and how Hypothesis searches.
 
-Triton decides when it is imported whether it interprets kernels or compiles them, for the whole process. Tests interpret
-(a CPU is all they need), unless PAGEDKV_TEST_DEVICE names a GPU; what must be compiled is compiled in processes of its
-own (`tests.attention.compiled`).
+Triton decides when it is imported whether it interprets kernels or compiles them, for the whole process. Tests
+interpret (a CPU is all they need), unless PAGEDKV_TEST_DEVICE names a GPU; what must be compiled is compiled in
+processes of its own (`tests.attention.compiled`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _MODULES = {
 """Module of each backend, in the order in which ``backend=None`` tries them."""
 
 _CHOSEN_ON = {"triton": "cuda"}
-"""Backends that ``backend=None`` tries on one type of device only, and does not load elsewhere (HIP says "cuda" too)."""
+"""Backends that ``backend=None`` tries on one type of device only and loads nowhere else (HIP calls itself cuda)."""
 
 
 class Backend(Protocol):

@@ -7,6 +7,7 @@ groups on the `AttentionBatch`; other backends ignore them, and the answers agre
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -55,6 +56,9 @@ class Costs(NamedTuple):
     cache_bytes: float = 25e6
     processors: int = 132
     launch: float = 6e-6
+
+
+H200 = Costs()
 
 
 def share_prefixes(
@@ -121,10 +125,7 @@ def find_groups(
         return ()
     pages = unit // page_size
     order = sorted(rows.tolist(), key=lambda row: tables[row, : usable[row] * pages].tolist())
-    shared = [
-        _common(tables[a], tables[b], int(min(usable[a], usable[b])), pages)
-        for a, b in zip(order, order[1:], strict=False)
-    ]
+    shared = [_common(tables[a], tables[b], int(min(usable[a], usable[b])), pages) for a, b in pairwise(order)]
     return tuple(
         Group(tuple(sorted(order[first:last])), length * unit)
         for first, last, length in _best_runs(shared, 0, len(order))[1]
@@ -194,9 +195,7 @@ def seconds(
     return by_row, costs.launch + once / (costs.memory * max(full, 1e-9)) + partial / costs.memory
 
 
-def pays(
-    shared: SharedPrefixes, token_bytes: int, partial_bytes: int, num_kv_heads: int, costs: Costs = Costs()
-) -> bool:
+def pays(shared: SharedPrefixes, token_bytes: int, partial_bytes: int, num_kv_heads: int, costs: Costs = H200) -> bool:
     """Return whether a layer should cascade: forced, or estimated to be quicker."""
     if shared.mode == "always":
         return True

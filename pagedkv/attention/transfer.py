@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def to_device(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(
+    values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return ``values`` as a tensor on ``device``; to a GPU by a copy from pinned memory that nothing waits for."""
     host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":

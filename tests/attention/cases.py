@@ -139,9 +139,7 @@ def error_limit(case: Case, spec: LayerSpec, arithmetic: torch.dtype = torch.flo
     return 4 * own_error + torch.finfo(arithmetic).eps * largest_v + band
 
 
-def assert_within_limit(
-    case: Case, spec: LayerSpec, actual: torch.Tensor, operands: torch.dtype | None = None
-) -> None:
+def assert_within_limit(case: Case, spec: LayerSpec, actual: torch.Tensor, operands: torch.dtype | None = None) -> None:
     """Assert that ``actual`` is as near to the float64 reference as its arithmetic and dtype allow.
 
     ``operands`` is the dtype that a matrix unit takes: weights, and dequantised V, are rounded to it, each to half a

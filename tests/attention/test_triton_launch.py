@@ -40,9 +40,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
 
 def meta_call(rows: int, total_q: int, max_q_len: int, max_kv_len: int, **layer: Any) -> AttendCall:
     """Return a call whose tensors have shapes and nothing else: reading one raises."""
-    options = {"device": "meta", "dtype": torch.bfloat16}
-    q = torch.empty(total_q, 32, 128, **options)  # type: ignore[arg-type]
-    k_pages, v_pages = (torch.empty(100, 8, 16, 128, **options) for _ in range(2))  # type: ignore[arg-type]
+    q = torch.empty(total_q, 32, 128, device="meta", dtype=torch.bfloat16)
+    k_pages, v_pages = (torch.empty(100, 8, 16, 128, device="meta", dtype=torch.bfloat16) for _ in range(2))
     tables = torch.empty(rows, max_kv_len // 16 + 1, dtype=torch.int32, device="meta")
     lens = [torch.empty(n, dtype=torch.int32, device="meta") for n in (rows, rows + 1)]
     batch = AttentionBatch(tables, lens[0], lens[1], max_q_len, max_kv_len)
@@ -98,9 +97,7 @@ def test_layers_of_a_step_plan_once(launches: list[tuple[str, tuple[int, ...]]])
 
 
 @pytest.mark.parametrize("mode", ["always", "never", "auto"])
-def test_cascade_is_launched_when_asked_or_when_it_pays(
-    mode: Any, launches: list[tuple[str, tuple[int, ...]]]
-) -> None:
+def test_cascade_is_launched_when_asked_or_when_it_pays(mode: Any, launches: list[tuple[str, tuple[int, ...]]]) -> None:
     """Forced, forbidden, and left to the estimate, which refuses two rows that share 128 tokens."""
     pages = torch.zeros(60, 2, 16, 32)
     tables = [list(range(1, 30)), [*range(1, 9), *range(30, 51)]]
@@ -140,25 +137,24 @@ def test_addresses_are_64_bit(page_size: int) -> None:
     element = heads * page_size * dim
     size = num_pages * element * 2
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    with mmap.mmap(-1, size, flags=flags) as k_memory, mmap.mmap(-1, size, flags=flags) as v_memory:
-        _check_far_pages(k_memory, v_memory, (num_pages, heads, page_size, dim))
-
-
-def _check_far_pages(k_memory: mmap.mmap, v_memory: mmap.mmap, shape: tuple[int, ...]) -> None:
-    k_pages, v_pages = (torch.frombuffer(memory, dtype=torch.float16).view(shape) for memory in (k_memory, v_memory))
-    last, page_size = shape[0] - 1, shape[2]
+    shape = (num_pages, heads, page_size, dim)
+    k_pages, v_pages = (
+        torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.float16).view(shape) for _ in range(2)
+    )
+    last = num_pages - 1
     table = [last, 1, last - 3]
     length = 2 * page_size + 3
     positions = torch.arange(length)
     slots = torch.tensor(table)[positions // page_size] * page_size + positions % page_size
     k, v = torch.randn(length, 2, 64).half(), torch.randn(length, 2, 64).half()
     write_kv(k, v, k_pages, v_pages, slots, backend="triton", check=True)
-    near = [torch.zeros(4, 2, page_size, 64).half() for _ in range(2)]
+    near_k, near_v = torch.zeros(2, 4, 2, page_size, 64).half()
     moved = torch.tensor([3, 1, 2])[positions // page_size] * page_size + positions % page_size
-    write_kv(k, v, *near, moved, backend="torch", check=True)
+    write_kv(k, v, near_k, near_v, moved, backend="torch", check=True)
     q = torch.randn(1, 4, 64).half()
     far = paged_attention(q, k_pages, v_pages, make_batch([(1, length)], [table]), LayerSpec(0.125), backend="triton")
-    close = paged_attention(q, *near, make_batch([(1, length)], [[3, 1, 2]]), LayerSpec(0.125), backend="triton")
-    del k_pages, v_pages
+    close = paged_attention(
+        q, near_k, near_v, make_batch([(1, length)], [[3, 1, 2]]), LayerSpec(0.125), backend="triton"
+    )
 
     assert torch.equal(far, close)

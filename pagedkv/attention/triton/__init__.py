@@ -4,8 +4,9 @@ Takes the operator's arguments on a GPU, or on a CPU under ``TRITON_INTERPRET=1`
 is slow and cannot multiply bf16. It never waits for the device: what a step needs follows from shapes and from
 ``max_q_len`` and ``max_kv_len``. docs/kernels-gpu.md draws how each kernel walks a table.
 
-Triton is imported when a call is served, not before. Files, by idea: ``tuning`` (tile sizes), ``arithmetic``, ``walk``
-(through a table), ``decode``, ``prefill``, ``cascade`` (shared prefixes), ``write``, ``launch``.
+Triton is imported when a call is served, not before. Files: ``tuning`` (tile sizes), ``arithmetic``, ``walk``
+(through a table), ``decode``, ``prefill``, ``cascade`` (shared prefixes), ``write_kernels``, ``launch`` and
+``launch_write``.
 """
 
 from __future__ import annotations

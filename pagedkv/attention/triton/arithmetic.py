@@ -4,7 +4,7 @@ Takes and gives tiles in registers; it knows no address. Everything is fp32 and 
 by log2(e), so that ``exp2`` does the softmax.
 """
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, PLR0124, PLR0917
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def accumulate(acc, top, total, scores, v):
     """Fold a tile of masked scores ``[M, N]`` and its V ``[N, D]`` into the running softmax.
 
     ``acc`` is the sum of V weighted by ``exp2(score - top)``, ``total`` the sum of the weights, ``top`` the largest
-    score so far. A row that has seen nothing keeps ``top`` at -inf and both sums at 0; no finite number stands for -inf.
+    score so far. A row that has seen nothing keeps ``top`` at -inf and both sums at 0; no finite number means -inf.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)

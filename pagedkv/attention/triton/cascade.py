@@ -5,7 +5,7 @@ the shared tokens, and leaves partial results where `decode` leaves those of eac
 folds all of them. Every query sees the whole beginning, so no tile is masked.
 """
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, PLR0917
 
 from __future__ import annotations
 

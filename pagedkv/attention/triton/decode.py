@@ -1,13 +1,13 @@
 """Decode: sequences with a few queries each, their K and V read in splits that run side by side, then merged.
 
 A program takes one sequence, one KV head and one split of the visible tiles. All query heads of the KV head, and all
-queries of the sequence, lie in the rows of one matrix tile: row ``r`` is query ``r // GROUP``, head ``r % GROUP`` of the
-group. So K and V are read once for all of them. A sequence with more queries than fit is none of this kernel's
-(`prefill`). Split lengths follow from the sequence's own visible tiles; a sequence of one split is finished at once, the
-others leave partial results for `merge_kernel`.
+queries of the sequence, lie in the rows of one matrix tile: row ``r`` is query ``r // GROUP``, head ``r % GROUP`` of
+the group. So K and V are read once for all of them. A sequence with more queries than fit is none of this kernel's
+(`prefill`). Split lengths follow from the sequence's own visible tiles; a sequence of one split is finished at once,
+the others leave partial results for `merge_kernel`.
 """
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, PLR0917
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..quantise import is_quantised
 from .launch import on_device
 from .tuning import power_of_two
-from .write import copy_kernel, write_kernel
+from .write_kernels import copy_kernel, write_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

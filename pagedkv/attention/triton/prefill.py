@@ -1,12 +1,12 @@
 """Prefill: sequences with many queries, cut into tiles of queries; whole prompts, chunks, and mixed batches.
 
-A program takes one tile of ``BLOCK_M // GROUP`` queries of one sequence, all query heads of one KV head in its rows, and
-walks every visible tile of K and V. Which tile it takes it finds in ``cu_q_lens`` by bisection, so the grid needs no
-lengths: it is sized for the worst case, and programs without a tile leave at once. Sequences short enough for `decode`
-are left to it.
+A program takes one tile of ``BLOCK_M // GROUP`` queries of one sequence, all query heads of one KV head in its rows,
+and walks every visible tile of K and V. Which tile it takes it finds in ``cu_q_lens`` by bisection, so the grid needs
+no lengths: it is sized for the worst case, and programs without a tile leave at once. Sequences short enough for
+`decode` are left to it.
 """
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806, PLR0917
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def prefill_kernel(
     ks_base, vs_base = k_scales + kv_head * ks_head, v_scales + kv_head * vs_head
     table = tables + sequence * table_row
     if WINDOW:
-        for index in range(0, whole_begin):
+        for index in range(whole_begin):
             begin = tl.where(index < sink_tiles, index, index + skipped) * BLOCK_N
             acc, top, total = attend_tile(
                 acc, top, total, q_tile, q_positions, slopes, k_base, v_base, ks_base, vs_base, table,

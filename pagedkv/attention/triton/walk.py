@@ -6,7 +6,7 @@ skipped, not masked. Inside a tile only positions that some query of the run see
 rest of the last page, pages that left the window, the unused end of a table row, may hold anything.
 """
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, PLR0917
 
 from __future__ import annotations
 

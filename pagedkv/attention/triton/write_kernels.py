@@ -1,9 +1,9 @@
 """Writing: a step's K and V into their slots, quantised on the way where the pages are; whole pages onto others.
 
-Each token and KV head is one row; nothing is read but the step's own K and V. The bytes are those of the other backends.
+Each token and KV head is one row; nothing is read but the step's own K and V. The bytes are those of all backends.
 """
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, PLR0124, PLR0917
 
 from __future__ import annotations
 
