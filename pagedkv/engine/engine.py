@@ -75,6 +75,7 @@ class Engine:
         max_step_tokens: int = 1024,
         watermark: float | None = None,
         seed: int | None = None,
+        cuda_graphs: bool | None = None,
     ) -> None:
         """Build the cache and the runner, and try the model out on a few tokens."""
         from pagedkv.transformers import ModelRunner
@@ -107,7 +108,7 @@ class Engine:
             context = min(context, getattr(cache, "max_len", context))
         paged = cache if isinstance(cache, PagedKVCache) else None
         core = EngineCore(
-            ModelRunner(model, cache),
+            ModelRunner(model, cache, cuda_graphs=cuda_graphs),
             cache,
             vocab_size=spec.vocab_size,
             max_len=context,
