@@ -1,10 +1,10 @@
 """Everything that only a GPU can tell, in one run of under eight minutes: right first, then how fast.
 
-``PYTHONPATH=. python benchmarks/gpu.py --json gpu.json`` from the checkout; it needs torch, triton, transformers, pytest
-and hypothesis, and installs nothing. First the kernel tests run on the device in bf16. Then at most 24 named cells run,
-the most important first, until the time is up: decode as a fraction of the copy bandwidth measured in the same run,
-prefill as a fraction of the matrix rate, each beside what else could serve it; at last the engine. ``--dry-run`` goes
-the same way with tiny shapes on a CPU, so that no line is new when a GPU is there.
+``PYTHONPATH=. python benchmarks/gpu.py --json gpu.json`` from the checkout; it needs torch, triton, transformers,
+pytest and hypothesis, and installs nothing. First the kernel tests run on the device in bf16. Then at most 24 named
+cells run, the most important first, until the time is up: decode as a fraction of the copy bandwidth measured in the
+same run, prefill as a fraction of the matrix rate, each beside what else could serve it; at last the engine. ``--dry-
+run`` goes the same way with tiny shapes on a CPU, so that no line is new when a GPU is there.
 """
 
 from __future__ import annotations
@@ -15,31 +15,19 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if "--dry-run" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
 import torch
 
 from benchmarks import gpu_peers
+from benchmarks.gpu_engine import ENGINE_SUBJECTS, EngineRun
+from benchmarks.gpu_tests import ROOT, kernel_tests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-TEST_GROUPS = (
-    "mixed_batch or half",
-    "every_shape",
-    "splits or independent or chunks or accumulates",
-    "strided or writes or copies or refused or cascade or members",
-)
-"""The kernel tests in processes side by side: most of their time is compiling."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +110,12 @@ class Bench:
         """Seconds until the limit."""
         return self.limit - (time.monotonic() - self.started)
 
+    def fail(self, cell: Cell, error: Exception, subject: str = "") -> None:
+        """Keep what could not be measured, and why."""
+        why = f"{type(error).__name__}: {error}"[:300]
+        self.rows.append({"cell": cell.name, "subject": subject, "failed": why})
+        print(f"{cell.name:34} {subject:16} failed: {why}", flush=True)
+
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the median time of ``run``: enough repeats for a quarter of a second, at most 200."""
         run()
@@ -129,19 +123,20 @@ class Bench:
             start = time.perf_counter()
             run()
             return time.perf_counter() - start
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        event: Any = torch.cuda.Event
+        first, last = event(enable_timing=True), event(enable_timing=True)
+        first.record()
         run()
-        stop.record()
+        last.record()
         torch.cuda.synchronize()
-        repeats = max(5, min(200, int(250 / max(start.elapsed_time(stop), 0.01))))
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        repeats = max(5, min(200, int(250 / max(first.elapsed_time(last), 0.01))))
+        events = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(repeats)]
         for before, after in events:
             before.record()
             run()
             after.record()
         torch.cuda.synchronize()
-        return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
+        return float(statistics.median(before.elapsed_time(after) for before, after in events)) / 1e3
 
     def add(self, cell: Cell, subject: str, seconds: float, fraction: float | None, note: str = "") -> None:
         """Keep one figure; ``fraction`` is of the ceiling that bounds the cell."""
@@ -149,34 +144,6 @@ class Bench:
         self.rows.append(row)
         share = "      " if fraction is None else f"{fraction:6.1%}"
         print(f"{cell.name:34} {subject:16} {seconds * 1e3:10.3f} ms  {share}  {note}", flush=True)
-
-
-def kernel_tests(bench: Bench) -> dict[str, str]:
-    """Run the kernel tests on the device, in processes side by side; return each group's last line."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PAGEDKV_TEST_DEVICE": bench.device}
-    files = ["tests/attention/test_triton.py", "tests/attention/test_shared_prefix.py"]
-    options = ["-q", "-x", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider"]
-    groups = ("accumulates",) if bench.dry else TEST_GROUPS
-    running = []
-    for group in groups:
-        output = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-m", "pytest", *options, "-m", "not slow", "-k", group, *files]
-        running.append((group, output, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)))
-    found, deadline = {}, time.monotonic() + min(150.0, bench.left / 2)
-    for group, output, process in running:
-        try:
-            process.wait(max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        output.seek(0)
-        lines = output.read().strip().splitlines() or ["nothing"]
-        found[group] = lines[-1] if process.returncode in {0, 1} else f"not finished: {lines[-1]}"
-        if process.returncode:
-            print("\n".join(lines[-25:]), flush=True)
-        print(f"tests {group!r}: {found[group]}", flush=True)
-        output.close()
-    return found
 
 
 def paged(bench: Bench, cell: Cell) -> tuple[Any, Any, Any, Any, Any, Any]:
@@ -197,10 +164,12 @@ def paged(bench: Bench, cell: Cell) -> tuple[Any, Any, Any, Any, Any, Any]:
         scales = None
     else:
         pages = [torch.empty(*shape, cell.dim, device=bench.device, dtype=torch.uint8).view(stored) for _ in range(2)]
-        scales = tuple(torch.empty(shape, device=bench.device) for _ in range(2))
+        scales = torch.empty(shape, device=bench.device), torch.empty(shape, device=bench.device)
         for first in range(0, (total + 1) * size, 65536):
             slots = torch.arange(first, min(first + 65536, (total + 1) * size), device=bench.device)
-            k, v = (torch.randn(len(slots), kv_heads, cell.dim, device=bench.device, dtype=bench.dtype) for _ in range(2))
+            k, v = (
+                torch.randn(len(slots), kv_heads, cell.dim, device=bench.device, dtype=bench.dtype) for _ in range(2)
+            )
             write_kv(k, v, pages[0], pages[1], slots, kv_scales=scales, backend=bench.backend)
     q = torch.randn(cell.batch * cell.q_len, heads, cell.dim, device=bench.device, dtype=bench.dtype)
     kv_lens = torch.full((cell.batch,), cell.length, dtype=torch.int32, device=bench.device)
@@ -217,9 +186,7 @@ def attention_cell(bench: Bench, cell: Cell) -> None:
     out = torch.empty_like(q)
 
     def ours() -> torch.Tensor:
-        return paged_attention(
-            q, pages[0], pages[1], batch, spec, kv_scales=scales, out=out, backend=bench.backend
-        )
+        return paged_attention(q, pages[0], pages[1], batch, spec, kv_scales=scales, out=out, backend=bench.backend)
 
     def whole(seconds: float) -> float:
         seen = min(cell.length, cell.window or cell.length)
@@ -234,16 +201,19 @@ def attention_cell(bench: Bench, cell: Cell) -> None:
         subjects["sdpa contiguous"] = lambda: gpu_peers.contiguous(q, k, v, cell.q_len)
     if "gather" in cell.peers:
         subjects["gather + sdpa"] = lambda: gpu_peers.contiguous(
-            q, *(gpu_peers.gather(side, tables, cell.length) for side in pages), cell.q_len
+            q,
+            gpu_peers.gather(pages[0], tables, cell.length),
+            gpu_peers.gather(pages[1], tables, cell.length),
+            cell.q_len,
         )
     if "flex" in cell.peers and bench.left > 60:
-        subjects["flex on pages"] = gpu_peers.flex(q, pages[0], pages[1], tables, cell.length, cell.q_len)
+        subjects["flex on pages"] = gpu_peers.flex(q, pages[0], pages[1], tables, length=cell.length, q_len=cell.q_len)
     expected = ours().clone()
     for subject, run in subjects.items():
         try:
             difference = float((run().float() - expected.float()).abs().max())
         except Exception as error:  # a peer that fails must not end the run
-            bench.rows.append({"cell": cell.name, "subject": subject, "failed": f"{type(error).__name__}: {error}"[:300]})
+            bench.fail(cell, error, subject)
             continue
         seconds = bench.seconds(run)
         bench.add(cell, subject, seconds, whole(seconds), f"largest difference {difference:.2g}")
@@ -260,8 +230,8 @@ def shared_cell(bench: Bench, cell: Cell) -> None:
     spec, answers = LayerSpec(cell.dim**-0.5), {}
     for mode in ("never", "always"):
         share_prefixes(
-            batch, cell.page_size, mode=mode, tables=tables.cpu().numpy(), kv_lens=kv_lens.cpu().numpy().astype(np.int64),
-            q_lens=np.ones(cell.batch, dtype=np.int64),
+            batch, cell.page_size, mode=mode, tables=tables.cpu().numpy(),
+            kv_lens=kv_lens.cpu().numpy().astype(np.int64), q_lens=np.ones(cell.batch, dtype=np.int64),
         )  # fmt: skip
 
         def run() -> torch.Tensor:
@@ -281,63 +251,22 @@ def write_cell(bench: Bench, cell: Cell) -> None:
     slots = (tables.long()[:, :, None] * cell.page_size + torch.arange(cell.page_size, device=bench.device)).flatten()
     slots = slots[:tokens].contiguous()
     k, v = (torch.randn(tokens, cell.heads[1], cell.dim, device=bench.device, dtype=bench.dtype) for _ in range(2))
-    seconds = bench.seconds(
-        lambda: write_kv(k, v, pages[0], pages[1], slots, kv_scales=scales, backend=bench.backend)
-    )
+    seconds = bench.seconds(lambda: write_kv(k, v, pages[0], pages[1], slots, kv_scales=scales, backend=bench.backend))
     moved = 2 * k.nbytes + cell.kv_bytes
     bench.add(cell, "pagedkv", seconds, moved / seconds / bench.bandwidth)
 
 
 def engine_cell(bench: Bench, cell: Cell) -> None:
-    """Measure the engine on a random Llama of 1B parameters, with and without graphs, beside the library's own ways."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from pagedkv.engine import Engine, SamplingParams
-
-    new_tokens = 3 if bench.dry else 128
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-             "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 64}  # fmt: skip
-    if bench.dry:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-                 "num_key_value_heads": 2, "vocab_size": 101, "head_dim": 16}  # fmt: skip
-    torch.manual_seed(0)
-    config = LlamaConfig(**sizes, max_position_embeddings=4096, eos_token_id=None, bos_token_id=None, pad_token_id=0)
-    dtype = torch.float32 if bench.dry else bench.dtype
-    with torch.device(bench.device):
-        model = LlamaForCausalLM(config).to(dtype).eval()
-    ids = torch.randint(1, sizes["vocab_size"], (cell.batch, cell.length))
-    prompts, made = ids.tolist(), cell.batch * new_tokens
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-
-    def serve(graphs: bool | None) -> Callable[[], object]:
-        engine = Engine(model, num_pages=2 + cell.batch * (-(-(cell.length + new_tokens) // 16)), max_batch=cell.batch,
-                        prefix_cache=False, max_step_tokens=4096, cuda_graphs=graphs)  # fmt: skip
-        return lambda: engine.generate(prompts, params)
-
-    def library() -> object:
-        return model.generate(ids.to(bench.device), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
-
-    def library_batch() -> object:
-        from transformers import GenerationConfig
-
-        options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        return model.generate_batch(inputs=prompts, generation_config=options)
-
-    subjects = {"engine, no graphs": lambda: serve(False), "engine, graphs": lambda: serve(None),
-                "model.generate": lambda: library, "generate_batch": lambda: library_batch}  # fmt: skip
-    for subject, make in subjects.items():
+    """Measure the engine with and without graphs, beside the library's own ways to generate."""
+    run = EngineRun(cell.batch, cell.length, bench.device, bench.dtype, small=bench.dry)
+    for subject in ENGINE_SUBJECTS:
+        if bench.dry and subject == "generate_batch":
+            continue  # its own cache takes minutes on a CPU
         try:
-            run = make()
-            run()
-            start = time.perf_counter()
-            run()
-            if not bench.dry:
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            bench.add(cell, subject, seconds, None, f"{made / seconds:,.0f} new tokens a second")
+            seconds = run.seconds(subject)
+            bench.add(cell, subject, seconds, None, f"{run.made / seconds:,.0f} new tokens a second")
         except Exception as error:  # what fails is told, and the others are still measured
-            bench.rows.append({"cell": cell.name, "subject": subject, "failed": f"{type(error).__name__}: {error}"[:300]})
-            print(f"{cell.name:34} {subject:16} failed: {type(error).__name__}: {error}"[:200], flush=True)
+            bench.fail(cell, error, subject)
 
 
 def machine(bench: Bench) -> dict[str, Any]:
@@ -365,10 +294,12 @@ def main() -> None:
     parser.add_argument("--skip-tests", action="store_true", help="measure only")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, interpreted")
     options = parser.parse_args()
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # nothing has imported triton yet
     bench = Bench(options.limit, dry=options.dry_run)
     print(f"copy {bench.bandwidth / 1e12:.2f} TB/s, matrix product {bench.rate / 1e12:.0f} TFLOP/s", flush=True)
     kinds = {"shared": shared_cell, "write": write_cell, "engine": engine_cell}
-    tests = {} if options.skip_tests else kernel_tests(bench)
+    tests = {} if options.skip_tests else kernel_tests(bench.device, bench.left / 2)
     left_out = []
     for cell in CELLS:
         if bench.left < 15:
@@ -377,8 +308,7 @@ def main() -> None:
         try:
             kinds.get(cell.kind, attention_cell)(bench, cell.tiny() if bench.dry else cell)
         except Exception as error:  # the other cells are still worth having
-            bench.rows.append({"cell": cell.name, "failed": f"{type(error).__name__}: {error}"[:300]})
-            print(f"{cell.name:34} failed: {type(error).__name__}: {error}"[:300], flush=True)
+            bench.fail(cell, error)
         if not bench.dry:
             torch.cuda.empty_cache()
     report = {"machine": machine(bench), "tests": tests, "rows": bench.rows, "left_out": left_out}
@@ -387,7 +317,7 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"\n{'cell':34} {'of the ceiling':>14}   beside (time of ours / theirs)")
     for cell in CELLS:
-        rows = {row["subject"]: row for row in bench.rows if row["cell"] == cell.name and "ms" in row}
+        rows: dict[str, Any] = {row["subject"]: row for row in bench.rows if row["cell"] == cell.name and "ms" in row}
         if "pagedkv" in rows:
             beside = ", ".join(
                 f"{name} {rows['pagedkv']['ms'] / row['ms']:.2f}" for name, row in rows.items() if name != "pagedkv"

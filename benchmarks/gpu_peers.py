@@ -33,7 +33,7 @@ def gather(pages: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tenso
 
 
 def flex(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, length: int, q_len: int
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, *, length: int, q_len: int
 ) -> Callable[[], torch.Tensor]:
     """Return FlexAttention over the whole pool as one sequence, its mask saying which slots are whose and in order.
 

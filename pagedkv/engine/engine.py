@@ -52,6 +52,7 @@ class Engine:
         watermark: the share of the cache that new requests leave free beside running ones, 0 to below 1; by default
             0.01 for pages and 0 for baselines.
         seed: of the seeds of requests that bring none, for runs that can be repeated; None: from the system.
+        cuda_graphs: as `ModelRunner` takes it.
 
     Requests end at the EOS ids of the model's generation config, else of its tokenizer. ``add_request`` and ``abort``
     may be called from any thread; everything else belongs to the thread that steps first, whichever built the engine.

@@ -23,27 +23,28 @@ DEVICE = os.environ.get("PAGEDKV_TEST_DEVICE", "cpu")
 NATIVE = DEVICE != "cpu"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 HALVES = [FP16, BF16] if NATIVE else [FP16]
+HALF = HALVES[-1]
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
 # Long and short queries, decode, empty and unseeing rows: (40, 75) is prefill for every group size below.
 MIXED = [(1, 70), (40, 75), (0, 7), (1, 0), (3, 37), (1, 1), (20, 20)]
 SHORT = [(1, 21), (18, 30), (2, 9)]
 SHAPES = {
-    "page 1, d80, fp16": Shape(SHORT, dims=(80, 80), page_size=1, dtype=FP16),
+    "page 1, d80, half": Shape(SHORT, dims=(80, 80), page_size=1, dtype=HALF),
     "page 2, d112, MHA": Shape(SHORT, heads=(4, 4), dims=(112, 112), page_size=2),
     "page 4, MQA of 7": Shape(SHORT, heads=(7, 1), page_size=4),
-    "page 8, V narrower": Shape(SHORT, dims=(192, 128), page_size=8, dtype=FP16),
-    "page 16, V wider": Shape(SHORT, dims=(32, 96), dtype=FP16),
-    "page 32, d256": Shape(SHORT, heads=(4, 2), dims=(256, 256), page_size=32, dtype=FP16),
-    "page 64, group 17": Shape(SHORT, heads=(34, 2), dims=(96, 96), page_size=64, dtype=FP16),
+    "page 8, V narrower": Shape(SHORT, dims=(192, 128), page_size=8, dtype=HALF),
+    "page 16, V wider": Shape(SHORT, dims=(32, 96), dtype=HALF),
+    "page 32, d256": Shape(SHORT, heads=(4, 2), dims=(256, 256), page_size=32, dtype=HALF),
+    "page 64, group 17": Shape(SHORT, heads=(34, 2), dims=(96, 96), page_size=64, dtype=HALF),
     "page 128, int64 tables": Shape(SHORT, heads=(9, 3), page_size=128, table_dtype=torch.int64),
-    "page 256, d128": Shape(SHORT, heads=(15, 5), dims=(128, 128), page_size=256, dtype=FP16),
+    "page 256, d128": Shape(SHORT, heads=(15, 5), dims=(128, 128), page_size=256, dtype=HALF),
     "tiny heads": Shape(SHORT, heads=(3, 1), dims=(8, 24), page_size=4),
-    "MQA of 71": Shape(SHORT, heads=(71, 1), dtype=FP16),
+    "MQA of 71": Shape(SHORT, heads=(71, 1), dtype=HALF),
     "int8": Shape(SHORT, kv_dtype=INT8),
-    "int8, fp16, d96": Shape(SHORT, kv_dtype=INT8, dtype=FP16, dims=(96, 128)),
+    "int8, half, d96": Shape(SHORT, kv_dtype=INT8, dtype=HALF, dims=(96, 128)),
     "fp8": Shape(SHORT, kv_dtype=FP8),
-    "fp8, fp16, page 1": Shape(SHORT, kv_dtype=FP8, dtype=FP16, page_size=1, dims=(64, 32)),
+    "fp8, half, page 1": Shape(SHORT, kv_dtype=FP8, dtype=HALF, page_size=1, dims=(64, 32)),
 }
 SLOW_ROWS = [
     [(1, 33), (5, 5), (0, 7), (1, 0), (3, 40), (1, 1), (2, 100), (70, 90), (1, 130), (0, 0), (3, 0), (1, 32)],
