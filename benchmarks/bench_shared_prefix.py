@@ -1,7 +1,7 @@
 """When does reading a shared beginning once pay? The estimate that decides it, over batch and shared length.
 
-No GPU and no kernel runs: bytes, launches and occupancy are counted as `pagedkv.attention.shared_prefix` counts them, so
-these figures show the rule, not a measurement. The rule's peer is the simplest one, which others used and gave up:
+No GPU and no kernel runs: bytes, launches and occupancy are counted as `pagedkv.attention.shared_prefix` counts them,
+so these figures show the rule, not a measurement. The rule's peer is the simplest one, which others used and gave up:
 cascade whenever the whole batch shares a page.
 """
 
