@@ -99,7 +99,7 @@ def decode_tiles(layer: Layer, target: Target) -> Tiles:
     k_pad, v_pad = _padded(layer)
     wide = layer.dtype == torch.float32
     block_m = max(16, power_of_two(layer.group))
-    block_n = min(max((4096 if wide else 8192) // max(k_pad, v_pad), 16 if wide else 32), 128)
+    block_n = min(max((2048 if wide else 8192) // max(k_pad, v_pad), 16 if wide else 32), 128)
     return Tiles(block_m, block_n, k_pad, v_pad, 8 if block_m >= 64 else 4, _stages(layer, target))
 
 
@@ -109,11 +109,11 @@ def prefill_tiles(layer: Layer, target: Target) -> Tiles:
     widest = max(k_pad, v_pad)
     hopper = target.kind == "cuda" and target.capability >= 90
     if layer.dtype == torch.float32:
-        rows, block_n, warps = 32, 32 if widest <= 128 else 16, 4
+        rows, block_n, warps = 32, 32 if widest <= 64 else 16, 4 if widest <= 64 else 8
     else:
         rows = 128 if widest <= 128 or hopper else 64
         block_n = 64 if widest <= 64 or (widest <= 128 and hopper) else 32
-        warps = 8 if widest > 64 and target.kind != "hip" else 4
+        warps = 4 if target.kind == "hip" else 8
     return Tiles(max(rows, power_of_two(layer.group)), block_n, k_pad, v_pad, warps, _stages(layer, target))
 
 

@@ -104,13 +104,13 @@ def load_rows(at, alive, columns, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: 
     """Load rows that are alive and columns that exist; the rest is 0 and never touched."""
     if MASKED:
         if DIM == PAD:
-            rows = tl.load(at, mask=alive[:, None], other=0)
+            rows = tl.load(at, mask=alive[:, None], other=0.0)
         else:
-            rows = tl.load(at, mask=alive[:, None] & (columns < DIM)[None, :], other=0)
+            rows = tl.load(at, mask=alive[:, None] & (columns < DIM)[None, :], other=0.0)
     elif DIM == PAD:
         rows = tl.load(at)
     else:
-        rows = tl.load(at, mask=(columns < DIM)[None, :], other=0)
+        rows = tl.load(at, mask=(columns < DIM)[None, :], other=0.0)
     return rows
 
 
