@@ -7,11 +7,8 @@ worker process, with nothing but the subject's own packages installed, so it mus
 
 from __future__ import annotations
 
-from array import array
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,13 +40,12 @@ class PagedKV:
         )
 
     def admit(self, prompt: list[int]) -> tuple[Any, int]:
-        """Make an array of the ids, open, reserve, commit."""
-        tokens = np.frombuffer(array("I", prompt), np.uint32)
-        sequence = self._allocator.open(tokens)
+        """Open, reserve, commit; the ids are made an array once, by `open`."""
+        sequence = self._allocator.open(prompt)
         cached: int = sequence.num_tokens
-        sequence.reserve(len(tokens) - cached)
+        sequence.reserve(len(prompt) - cached)
         self._run_copies()
-        sequence.commit(tokens[cached:])
+        sequence.commit(sequence.prompt.tokens[cached:])
         return sequence, cached
 
     def decode(self, handles: list[Any], tokens: list[int]) -> None:

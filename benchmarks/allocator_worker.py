@@ -114,6 +114,7 @@ def grow(
 
 def weigh(name: str, num_pages: int, page_size: int) -> dict[str, Any]:
     """Return the bytes of bookkeeping per page: of an empty pool, and of one whose pages are all cached."""
+    SUBJECTS[name](64, page_size, prefix_cache=True)  # its imports are no bookkeeping, and take minutes when traced
     gc.collect()
     tracemalloc.start()
     subject = SUBJECTS[name](num_pages, page_size, prefix_cache=True)

@@ -67,15 +67,24 @@ class Report:
             table.add_row(case, *cells, next(iter(of_case.values())).unit)
         Console(width=max(100, Console().width)).print(table)
 
-    def save(self, path: Path) -> None:
-        """Write the figures and what they were measured on as JSON."""
+    def save(self, path: Path, *, keep: bool = False) -> None:
+        """Write the figures and what they were measured on as JSON; with ``keep`` beside those that stand there.
+
+        A figure that was measured again takes the place of the old one; machine, versions, commit and load are this
+        run's.
+        """
+        rows = [asdict(row) for row in self.rows]
+        if keep and path.exists():
+            new = {(row["case"], row["subject"]) for row in rows}
+            old = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            rows = [row for row in old if (row["case"], row["subject"]) not in new] + rows
         content = {
             "title": self.title,
             "machine": machine(),
             "versions": versions(),
             "commit": commit(),
             "load": {"at_start": self.load_at_start, "at_end": os.getloadavg()},
-            "rows": [asdict(row) for row in self.rows],
+            "rows": rows,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -160,9 +169,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def finish(report: Report, path: Path | None) -> None:
-    """Show the report, and save it where ``--json`` asked."""
+def finish(report: Report, path: Path | None, *, keep: bool = False) -> None:
+    """Show the report, and save it where ``--json`` asked; see `Report.save` for ``keep``."""
     report.show()
     if path is not None:
-        report.save(path)
+        report.save(path, keep=keep)
         Console().print(f"written: {path}")

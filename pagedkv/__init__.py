@@ -12,18 +12,29 @@ _HOME = {
     "BlockAllocator": "pagedkv.allocator",
     "OutOfPages": "pagedkv.allocator",
     "CacheBackend": "pagedkv.backend",
+    "PagedCache": "pagedkv.transformers",
     "PagedKVCache": "pagedkv.cache",
     "Engine": "pagedkv.engine",
     "SamplingParams": "pagedkv.engine",
 }
 
-__all__ = ["BlockAllocator", "CacheBackend", "Engine", "OutOfPages", "PagedKVCache", "SamplingParams", "__version__"]
+__all__ = [
+    "BlockAllocator",
+    "CacheBackend",
+    "Engine",
+    "OutOfPages",
+    "PagedCache",
+    "PagedKVCache",
+    "SamplingParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from pagedkv.allocator import BlockAllocator, OutOfPages
     from pagedkv.backend import CacheBackend
     from pagedkv.cache import PagedKVCache
     from pagedkv.engine import Engine, SamplingParams
+    from pagedkv.transformers import PagedCache
 
 
 def __getattr__(name: str) -> object:

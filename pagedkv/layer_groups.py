@@ -8,13 +8,20 @@ are positions, its last ones are padding.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedkv.allocator import FullAttention, SlidingWindow
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
     from pagedkv.spec import KVSpec, LayerKV
+
+
+LayerGroup = FullAttention | SlidingWindow
+_Kinds = dict[LayerGroup, dict["Hashable", list[int]]]  # layers by what their group keeps, and by device
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,14 @@ class GroupCut:
         layers: per group the layer at each position, or None for padding.
         place: for each layer its (group, position); None for a layer that stores nothing.
         position_widths: per position the K and V elements of one token that its buffer must hold.
+        position_heads: per position the most KV heads of its layers, each of which may have scales.
     """
 
-    groups: tuple[FullAttention | SlidingWindow, ...]
+    groups: tuple[LayerGroup, ...]
     layers: tuple[tuple[int | None, ...], ...]
     place: tuple[tuple[int, int] | None, ...]
     position_widths: tuple[int, ...]
+    position_heads: tuple[int, ...]
 
     @property
     def num_positions(self) -> int:
@@ -43,8 +52,14 @@ class GroupCut:
         """Positions without a layer, over all groups."""
         return sum(layer is None for group in self.layers for layer in group)
 
+    def layers_at(self, position: int) -> list[int]:
+        """Return the layers that share a position's buffer; at least one."""
+        return [layer for group in self.layers if (layer := group[position]) is not None]
 
-def cut_groups(spec: KVSpec, *, page_size: int, itemsize: int = 2) -> GroupCut:
+
+def cut_groups(
+    spec: KVSpec, *, page_size: int, itemsize: int = 2, devices: Sequence[Hashable] | None = None
+) -> GroupCut:
     """Return the cut with the fewest bytes for one more token of a long text.
 
     Such a token takes a slot in every full-attention group, padding included, and in every group's tables: a block id
@@ -56,48 +71,77 @@ def cut_groups(spec: KVSpec, *, page_size: int, itemsize: int = 2) -> GroupCut:
         spec: the layers.
         page_size: token slots in a page.
         itemsize: bytes of a stored element.
+        devices: where each layer lives: layers at one position share a device. None: all on one.
 
     Raises:
         ValueError: no layer stores anything.
     """
-    kinds: dict[int | None, list[int]] = {}
+    at = [None] * spec.num_layers if devices is None else devices
+    kinds: _Kinds = {}
     for index, layer in enumerate(spec.layers):
         if layer.num_kv_heads:
-            window = None if layer.window is None or layer.window >= spec.max_len else layer.window
-            kinds.setdefault(window, []).append(index)
+            kinds.setdefault(_group_of(layer, spec.max_len), {}).setdefault(at[index], []).append(index)
     if not kinds:
         raise ValueError("spec must have a layer that stores K and V, has none")
-    longest = None if None in kinds else max(window for window in kinds if window is not None)
+    longest = max(kinds, key=_reach)
     table_bytes = 8 + 2 * 4 / page_size
 
-    def cost(positions: int) -> tuple[float, int]:
+    def cost(positions: dict[Hashable, int]) -> tuple[float, int]:
         cut = _cut(spec.layers, kinds, positions)
         width = sum(cut.position_widths)
-        growing = -(-len(kinds[longest]) // positions) * width * itemsize
+        growing = cut.groups.count(longest) * width * itemsize
         return growing + len(cut.groups) * table_bytes, len(cut.groups) * width
 
-    best = min(range(1, max(map(len, kinds.values())) + 1), key=cost)
-    return _cut(spec.layers, kinds, best)
+    return _cut(spec.layers, kinds, min(_candidates(kinds), key=cost))
+
+
+def _group_of(layer: LayerKV, max_len: int) -> LayerGroup:
+    if layer.window is None or layer.window >= max_len:
+        return FullAttention()
+    return SlidingWindow(layer.window, layer.num_sink_tokens)
+
+
+def _reach(group: LayerGroup) -> tuple[float, int]:
+    return (math.inf, 0) if isinstance(group, FullAttention) else (group.window, group.num_sink_tokens)
 
 
 def _width(layer: LayerKV) -> int:
     return layer.num_kv_heads * (layer.k_dim + layer.v_dim)
 
 
-def _cut(layers: tuple[LayerKV, ...], kinds: dict[int | None, list[int]], positions: int) -> GroupCut:
+def _candidates(kinds: _Kinds) -> list[dict[Hashable, int]]:
+    """Return how many positions each device may have: as many as make some kind fill its groups, fewest first."""
+    devices = dict.fromkeys(device for places in kinds.values() for device in places)
+    counts = [
+        {device: max(-(-len(places.get(device, ())) // groups), 1) for device in devices}
+        for places in kinds.values()
+        for groups in range(1, max(map(len, places.values())) + 1)
+    ]
+    return sorted(counts, key=lambda positions: sum(positions.values()))
+
+
+def _cut(layers: tuple[LayerKV, ...], kinds: _Kinds, positions: dict[Hashable, int]) -> GroupCut:
     """Deal each kind's layers out, widest first, position by position: neighbours in the model share a position."""
-    groups: list[FullAttention | SlidingWindow] = []
+    groups: list[LayerGroup] = []
     table: list[list[int | None]] = []
     place: list[tuple[int, int] | None] = [None] * len(layers)
-    widths = [0] * positions
-    for window, members in sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0)):
-        count = -(-len(members) // positions)
+    total = sum(positions.values())
+    widths, heads = [0] * total, [0] * total
+    for kind, places in sorted(
+        kinds.items(), key=lambda item: (not isinstance(item[0], FullAttention), _reach(item[0]))
+    ):
+        count = max(-(-len(members) // positions[device]) for device, members in places.items())
         first = len(groups)
-        groups += [FullAttention() if window is None else SlidingWindow(window)] * count
-        table += [[None] * positions for _ in range(count)]
-        for at, index in enumerate(sorted(members, key=lambda index: (-_width(layers[index]), index))):
-            position, group = at // count, first + at % count
-            table[group][position] = index
-            place[index] = (group, position)
-            widths[position] = max(widths[position], _width(layers[index]))
-    return GroupCut(tuple(groups), tuple(map(tuple, table)), tuple(place), tuple(widths))
+        groups += [kind] * count
+        table += [[None] * total for _ in range(count)]
+        begin = 0
+        for device, available in positions.items():
+            members = sorted(places.get(device, ()), key=lambda index: (-_width(layers[index]), index))
+            for at, index in enumerate(members):
+                position, group = begin + at // count, first + at % count
+                table[group][position] = index
+                place[index] = (group, position)
+                widths[position] = max(widths[position], _width(layers[index]))
+                heads[position] = max(heads[position], layers[index].num_kv_heads)
+            begin += available
+    return GroupCut(tuple(groups), tuple(map(tuple, table)), tuple(place), tuple(widths), tuple(heads))

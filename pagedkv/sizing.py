@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from pagedkv.spec import KVSpec
+from pagedkv.allocator.tokens import count_of
 
 DEFAULT_SEQUENCES = 32
 DEFAULT_SHARE = 4  # at most a quarter of what is free
@@ -33,11 +31,7 @@ _UNITS = {
 
 def require_count(name: str, value: int) -> int:
     """Return ``value`` if it is a whole number of at least 1; else raise TypeError or ValueError that names it."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, was {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, was {value}")
-    return value
+    return count_of(value, name, 1)
 
 
 def require_float_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -83,23 +77,27 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def bytes_per_token(spec: KVSpec, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> int:
-    """Return the bytes that one token's K and V take over all layers, quantisation scales included.
+def pages_within(memory: int | str, page_size: int, page_bytes: int) -> int:
+    """Return how many pages of ``page_bytes`` fit into ``memory``, the null page among them.
 
-    ``dtype`` is the model's; ``kv_dtype`` the stored one where pages are quantised, with one float32 scale per
-    slot and KV head for K and one for V.
+    Raises:
+        ValueError, TypeError: as `parse_memory`; or no usable page fits.
     """
-    if kv_dtype is None:
-        return spec.bytes_per_token(dtype)
-    return sum(layer.num_kv_heads * ((layer.k_dim + layer.v_dim) * kv_dtype.itemsize + 8) for layer in spec.layers)
+    size = parse_memory(memory)
+    if size < 2 * page_bytes:
+        raise ValueError(
+            f"memory must hold the null page and one more, {2 * page_bytes} bytes at page_size {page_size}, "
+            f"was {size} bytes"
+        )
+    return size // page_bytes
 
 
-def default_num_pages(page_size: int, page_bytes: int, max_len: int, device: torch.device) -> int:
+def default_num_pages(pages_per_text: int, page_bytes: int, device: torch.device) -> int:
     """Return room for 32 sequences of the model's context, at most a quarter of the free memory.
 
-    On a CPU the system commits memory at first touch and low page ids are reused first, so what is resident
-    follows use, not this number.
+    ``pages_per_text`` are the pages of one such sequence, all layer groups together. On a CPU the system commits memory
+    at first touch and low page ids are reused first, so what is resident follows use, not this number.
     """
-    wanted = DEFAULT_SEQUENCES * -(-max_len // page_size) + 1
+    wanted = DEFAULT_SEQUENCES * pages_per_text + 1
     affordable = free_memory(device) // DEFAULT_SHARE // page_bytes
     return max(2, min(wanted, affordable))

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     import torch
 
-_LAYER_KINDS = ("full_attention", "sliding_attention", "dummy")
+_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "dummy")
+_WINDOWS = ("sliding_attention", "chunked_attention")
 _REFUSED_KINDS = {
     "linear_attention": "a recurrent state (linear attention or state space) instead of K and V",
     "conv": "a convolution state instead of K and V",
     "hybrid": "a recurrent state beside K and V",
     "hybrid_sliding": "a recurrent state beside K and V",
-    "chunked_attention": "attention within chunks (attention_chunk_size)",
     "indexed_attention": "sparse attention chosen by an indexer with a cache of its own",
     "deepseek_sparse_attention": "sparse attention chosen by an indexer with a cache of its own",
     "compressed_sparse_attention": "compressed K and V",
@@ -42,12 +42,16 @@ class LayerKV:
         k_dim: width of a K head, which is a query head's too.
         v_dim: width of a V head.
         window: the tokens that a query sees, itself included; None for all.
+        num_sink_tokens: first positions of a text that stay visible outside the window.
+        chunked: whether the window does not slide: a query sees what is in its own chunk of ``window`` tokens.
     """
 
     num_kv_heads: int
     k_dim: int
     v_dim: int
     window: int | None = None
+    num_sink_tokens: int = 0
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         """Refuse counts that describe no layer."""
@@ -56,6 +60,8 @@ class LayerKV:
                 raise ValueError(f"{name} must be positive, was {getattr(self, name)}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be None or at least 1, was {self.window}")
+        if self.num_sink_tokens < 0:
+            raise ValueError(f"num_sink_tokens must be at least 0, was {self.num_sink_tokens}")
 
 
 @dataclass(frozen=True)
@@ -92,14 +98,20 @@ class KVSpec:
             UnsupportedModel: if the model keeps anything else than K and V per token; the message says what.
             TypeError: if ``config`` is no transformers config.
         """
-        if not hasattr(config, "get_text_config"):
-            raise TypeError(f"config must be a transformers config, was {type(config).__name__}")
+        layers = kv_layers(config)
         text = config.get_text_config(decoder=True)
-        _require_decoder_only(config, text)
-        kinds, windows = _layer_kinds(text)
-        configs = _layer_configs(text, len(kinds))
-        layers = tuple(_layer_kv(*layer) for layer in zip(kinds, windows, configs, strict=True))
         return cls(layers=layers, max_len=_max_len(text), vocab_size=text.vocab_size)
+
+
+def kv_layers(config: Any) -> tuple[LayerKV, ...]:
+    """Return what each layer stores by its config, as in `KVSpec.from_config`, of texts of any length."""
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config must be a transformers config, was {type(config).__name__}")
+    text = config.get_text_config(decoder=True)
+    _require_decoder_only(config, text)
+    kinds, windows = _layer_kinds(text)
+    configs = _layer_configs(text, len(kinds))
+    return tuple(_layer_kv(*layer) for layer in zip(kinds, windows, configs, strict=True))
 
 
 def _refuse(config: Any, reason: str) -> UnsupportedModel:
@@ -128,7 +140,7 @@ def _layer_kinds(text: Any) -> tuple[list[str], list[int | None]]:
         if kind not in _LAYER_KINDS:
             raise _refuse(text, f"layer {index} has {_REFUSED_KINDS.get(kind, f'an unknown kind, {kind!r}')}")
     pairs = zip(kinds, options, strict=True)
-    return list(kinds), [option["sliding_window"] if kind == "sliding_attention" else None for kind, option in pairs]
+    return list(kinds), [option["sliding_window"] if kind in _WINDOWS else None for kind, option in pairs]
 
 
 def _layer_configs(text: Any, num_layers: int) -> list[Any]:
@@ -137,15 +149,16 @@ def _layer_configs(text: Any, num_layers: int) -> list[Any]:
 
 
 def _layer_kv(kind: str, window: int | None, config: Any) -> LayerKV:
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise _refuse(config, f"it caches latents (MLA, kv_lora_rank {config.kv_lora_rank})")
+    stores = kind != "dummy"
+    if getattr(config, "kv_lora_rank", None) is not None:  # one latent and one rotated part for all heads
+        return LayerKV(int(stores), config.kv_lora_rank, config.qk_rope_head_dim, window)
     num_heads = getattr(config, "num_attention_heads", None)
     if not num_heads:
         raise _refuse(config, "it names no attention heads (num_attention_heads)")
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     k_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     v_dim = getattr(config, "v_head_dim", None) or k_dim
-    return LayerKV(0 if kind == "dummy" else num_kv_heads, k_dim, v_dim, window)
+    return LayerKV(num_kv_heads if stores else 0, k_dim, v_dim, window, chunked=kind == "chunked_attention")
 
 
 def _max_len(text: Any) -> int:

@@ -226,6 +226,23 @@ class BackendMachine(RuleBasedStateMachine):
             )
             gap = (out.double() - expected).abs().max().item()
             self._require(gap <= self.tolerance, f"layer {layer} must attend to its own text, was off by {gap}")
+            self._require_gathered(layer, batch, texts, counts)
+
+    def _require_gathered(
+        self, layer: int, batch: StepBatch, texts: Sequence[list[int]], counts: Sequence[int]
+    ) -> None:
+        """Check that what is handed out is what was stored, of all positions that a query of the step sees."""
+        held = self.backend.held_positions(layer, batch)
+        for text, count, positions in zip(texts, counts, held, strict=True):
+            seen = min(len(text), len(text) if self.window is None else self.window - 1 + count)
+            self._require(
+                positions[-seen:].tolist() == list(range(len(text) - seen, len(text))),
+                f"held_positions of layer {layer} must end in the last {seen} of {len(text)}, was {positions.tolist()}",
+            )
+        for name, states, of in zip("KV", self.backend.gather(layer, batch), (self.model.k, self.model.v), strict=True):
+            stored = torch.cat([of(text, layer)[at.tolist()] for text, at in zip(texts, held, strict=True)])
+            same = states.shape == stored.shape and bool(((states - stored).abs() <= self.tolerance).all())
+            self._require(same, f"gather must return the stored {name} of layer {layer}, row after row")
 
     def _finish(self, batch: StepBatch, rows: Mapping[CacheSequence, list[int]], draw: Callable[[Any], Any]) -> None:
         starts = {sequence: sequence.num_tokens for sequence in rows}

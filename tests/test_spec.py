@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from pagedkv.spec import KVSpec, LayerKV, UnsupportedModel
-from tests.tiny_models import SUPPORTED, VOCAB, WINDOW, tiny, tiny_config
+from tests.tiny_models import SUPPORTED, VOCAB, WINDOW, require_known, tiny, tiny_config
 
 # Kind: (KV heads, head width, windows of the layers).
 EXPECTED = {
@@ -55,16 +55,19 @@ def test_bytes_per_token_count_every_layer_and_both_widths() -> None:
         ("gemma2", {}, {LayerKV(4, 256, 256, 4096): 13, LayerKV(4, 256, 256): 13}, 8192),
         ("gpt_oss", {}, {LayerKV(8, 64, 64, 128): 18, LayerKV(8, 64, 64): 18}, 131072),
         ("gpt_bigcode", {}, {LayerKV(1, 64, 64): 12}, 1024),
-        ("mimo_v2_flash", {}, {LayerKV(4, 192, 128, 129): 39, LayerKV(4, 192, 128): 9}, 131072),
+        ("mimo_v2_flash", {"sliding_window": 129}, {LayerKV(4, 192, 128, 129): 39, LayerKV(4, 192, 128): 9}, 131072),
         ("gemma3", {}, {LayerKV(4, 256, 256, 4096): 22, LayerKV(4, 256, 256): 4}, 131072),
         ("gemma4_text", {}, {LayerKV(4, 256, 256, 512): 25, LayerKV(4, 512, 512): 5}, 131072),
         ("opt", {}, {LayerKV(12, 64, 64): 12}, 2048),
+        ("deepseek_v3", {}, {LayerKV(1, 512, 64): 61}, 4096),
+        ("llama4_text", {}, {LayerKV(8, 128, 128, 8192, chunked=True): 36, LayerKV(8, 128, 128): 12}, 131072),
     ],
 )
 def test_library_defaults(
     model_type: str, changes: dict[str, object], layers: dict[LayerKV, int], max_len: int
 ) -> None:
-    """Full size configs, whose layers may differ in width and window, read layer by layer."""
+    """Full size configs, whose layers may differ in width, window and kind, read layer by layer."""
+    require_known(model_type)
     spec = KVSpec.from_config(AutoConfig.for_model(model_type, **changes))
 
     assert layers == {layer: spec.layers.count(layer) for layer in spec.layers}
@@ -95,8 +98,6 @@ def test_switching_rope_ends_the_context() -> None:
         ("qwen3_next", "recurrent state"),
         ("falcon_h1", "recurrent state beside K and V"),
         ("lfm3", "convolution state"),
-        ("deepseek_v3", "latents"),
-        ("llama4_text", "within chunks"),
         ("deepseek_v4", "compressed"),
         ("mllama_text_model", "cross attention"),
         ("rwkv", "no attention heads"),
@@ -105,6 +106,7 @@ def test_switching_rope_ends_the_context() -> None:
 )
 def test_other_pasts_are_refused_with_the_reason(model_type: str, reason: str) -> None:
     """A model that keeps anything else than K and V per token is refused, named, with what it keeps."""
+    require_known(model_type)
     with pytest.raises(UnsupportedModel, match=rf"'{model_type}'.* {reason}"):
         KVSpec.from_config(AutoConfig.for_model(model_type))
 

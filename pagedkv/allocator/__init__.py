@@ -22,7 +22,7 @@ from .errors import (
     StepEnded,
     WrongThread,
 )
-from .eviction import LRU, ContentPolicy, EvictionPolicy
+from .eviction import ContentPolicy, EvictionPolicy
 from .groups import FullAttention, SlidingWindow
 from .host_pool import HostPool
 from .leaks import Leak
@@ -31,7 +31,7 @@ from .lifecycle import ResetReport
 from .namespace import Media, Namespace
 from .observer import Observer
 from .pins import Pin
-from .policies import ARC, LFU, S3FIFO, SLRU, Priority
+from .policies import ARC, LFU, LRU, S3FIFO, SLRU, Priority
 from .sequence import Sequence
 from .stats import Stats
 from .steps import StepInFlight

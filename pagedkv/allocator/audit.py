@@ -218,7 +218,9 @@ def _swaps(ledger: Ledger) -> None:
         row = next((row for row, owner in enumerate(ledger.rows.sequences) if owner is sequence), -1)
         if sequence._swap is not swap or not sequence.swapped or row != swap.row or (row < 0) != (swap.plan is None):
             _fail_swap(swap, "a swapped sequence is not where its handle says")
-        if len(pages) != ledger.rows.blocks(swap.num_tokens) or swap.opaque_from < len(swap.known) // 4:
+        needed = {(group, block) for group, span in enumerate(ledger.spans) for block in span.needed(swap.num_tokens)}
+        fits = len(pages) == len(swap.places) and needed <= set(swap.places)
+        if not fits or swap.opaque_from < len(swap.known) // 4:
             _fail_swap(swap, "a swapped sequence's length does not fit its host pages")
         held = sorted(page for page, owner in pool.owners.items() if owner is sequence)
         if sorted(pages) != held:

@@ -8,33 +8,36 @@ everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .audit import audit
 from .committing import check_commit, commit_row
 from .debug import require_level, watch
-from .decode import DecodeBatch, all_one, one_each
+from .decode import all_one, one_each
 from .eviction import EvictionPolicy, make_policy
+from .group_decode import decode_batch
 from .groups import FullAttention, LayerGroup
 from .holding import Holding
 from .ledger import Ledger, Room
 from .lifecycle import ResetReport, check_truncate, close_row, fork_row, open_row, reset, room_for, truncate_row
 from .observer import require_observer
 from .prompt import read_prompt
-from .reserving import Plan, reserve_rows
+from .reserving import reserve_rows, room_to_grow
 from .sequence import CLOSED, Sequence
 from .stats import Stats, collect
 from .swapping import close_swapped
-from .tokens import count_of, counts_of, token_array, token_rows
+from .tokens import chunk_of, count_of, counts_of, token_array, token_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable
 
     from .observer import Observer
     from .prefix_index import PageArray
     from .prompt import Prompt
 
-_MAX_PAGES = 2**31 - 1
+MAX_PAGES = 2**31 - 1
+"""The most pages of a pool, the null page included: page ids are int32."""
 
 
 class BlockAllocator(Holding):
@@ -71,16 +74,11 @@ class BlockAllocator(Holding):
         debug: str = "off",
     ) -> None:
         """Make a pool in which every page is free."""
-        num_pages, page_size = count_of(num_pages, "num_pages"), count_of(page_size, "page_size")
-        if not 2 <= num_pages <= _MAX_PAGES:
-            raise ValueError(f"num_pages must be 2 to {_MAX_PAGES} (page 0 is never handed out), was {num_pages}")
-        if not 1 <= page_size <= _MAX_PAGES:
-            raise ValueError(f"page_size must be 1 to {_MAX_PAGES}, was {page_size}")
-        self.groups = tuple(groups)
+        num_pages = count_of(num_pages, "num_pages", 2, MAX_PAGES)  # page 0 is never handed out
+        page_size = count_of(page_size, "page_size", 1, MAX_PAGES)
+        self.groups = tuple(groups) if isinstance(groups, Iterable) else ()
         if not self.groups or not all(isinstance(group, LayerGroup) for group in self.groups):
-            raise ValueError(
-                f"groups must be FullAttention() and SlidingWindow(...), at least one, was {self.groups!r}"
-            )
+            raise ValueError(f"groups must be FullAttention() and SlidingWindow(...), at least one, was {groups!r}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = bool(prefix_cache)
@@ -147,17 +145,14 @@ class BlockAllocator(Holding):
         """
         self._enter()
         prompt = read_prompt(tokens, namespace, media, self.page_size)
-        if chunk is not None and count_of(chunk, "chunk") < 1:
-            raise ValueError(f"chunk must be at least 1, was {chunk}")
-        return room_for(self.ledger, prompt, count_of(growth, "growth"), chunk)
+        return room_for(self.ledger, prompt, count_of(growth, "growth"), chunk_of(chunk))
 
-    def room_to_grow(self, sequence: Sequence, num_tokens: int) -> Room:
+    def room_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> Room:
         """See `Sequence.room`."""
         self._enter()
         count = count_of(num_tokens, "num_tokens")
-        rows = self._rows_of((sequence,), at_rest="room")
-        plan = Plan(self.ledger, rows, [count])
-        return Room(plan.needed, plan.available)
+        (row,) = self._rows_of((sequence,), at_rest="room")
+        return room_to_grow(self.ledger, row, count, chunk_of(chunk))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """See `Sequence.fork`."""
@@ -192,6 +187,7 @@ class BlockAllocator(Holding):
         """See `Sequence.hold_window`."""
         self._enter()
         (row,) = self._rows_of((sequence,))
+        self._batch = None
         self.ledger.rows.window_held[row] = True
 
     def close(self, sequence: Sequence) -> None:
@@ -223,11 +219,13 @@ class BlockAllocator(Holding):
         self._enter()
         batch, sequences = self._batch, list(sequences)
         if batch is None or batch.is_reserved or batch.sequences != sequences:
-            rows = self._rows_of(sequences, at_rest="reserve")
-            batch = DecodeBatch(self.ledger, sequences, rows) if DecodeBatch.suits(self.ledger, rows) else None
+            rows, batch = self._rows_of(sequences, at_rest="reserve"), None
         else:
             rows = batch.rows
-        if batch is not None and all_one(counts, batch.ones):
+        is_step = all_one(counts, len(rows))
+        if is_step and batch is None:
+            batch = decode_batch(self.ledger, sequences, rows)
+        if is_step and batch is not None:
             batch.reserve()
             self._batch, numbers = batch, batch.ones
         else:
@@ -254,7 +252,7 @@ class BlockAllocator(Holding):
             if ids is not None:
                 batch.commit(ids)
                 if self._observer is not None:
-                    self._observer.committed(batch.serials, list(ids.reshape(-1, 1)), batch.ones)
+                    self._observer.committed([s.serial for s in sequences], list(ids.reshape(-1, 1)), batch.ones)
                 return
         rows = self._rows_of(sequences)
         entries = token_rows(tokens, len(rows))

@@ -26,9 +26,9 @@ def require_prompt(ledger: Ledger, row: int, tokens: TokenArray) -> None:
     if inside <= 0 or sequence is None:
         return
     prompt = sequence.prompt.tokens[start : start + inside]
-    unlike = np.flatnonzero(prompt != tokens[:inside])
-    if unlike.size:
-        at = int(unlike[0])
+    unlike = prompt != tokens[:inside]
+    if unlike.any():
+        at = int(unlike.argmax())
         raise PromptMismatch(
             f"tokens must equal the prompt of {sequence!r}: at position {start + at} it has {prompt[at]}, "
             f"{tokens[at]} was given"
@@ -105,5 +105,5 @@ def index_full_tail(ledger: Ledger, row: int, block: int) -> None:
     page = ledger.tables.item(row, block)
     if sequence.prompt.media or not ledger.index.append(cursor, block, tokens.tobytes(), page):
         index_blocks(ledger, row, block, tokens)
-    else:
+    elif ledger.content_policy is not None:
         ledger.tell_stored(row, block, tokens)

@@ -52,7 +52,9 @@ class PendingCopies:
     def take(self) -> PageArray:
         """Return every pending copy as int32 ``[n, 2]``: source, destination."""
         self._taken = dict(self.source_of)
-        return np.array([(source, page) for page, source in self._taken.items()], np.int32).reshape(-1, 2)
+        if not self._taken:
+            return np.empty((0, 2), np.int32)
+        return np.array([(source, page) for page, source in self._taken.items()], np.int32)
 
     def acknowledge(self) -> None:
         """Let the sources of the copies last taken go: they have run."""

@@ -7,7 +7,7 @@ every other case.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,96 +24,102 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 
 
-class _Due:
-    """The members of a batch that reach a page's end in the same step, and the block each is filling."""
-
-    __slots__ = ("at", "blocks", "members", "rows")
-
-    def __init__(self, members: list[int], at: IntArray, lengths: IntArray, page_size: int) -> None:
-        self.members = np.array(members, np.int64)
-        self.at = at[self.members]
-        self.rows = self.at.tolist()
-        self.blocks = lengths[self.members] // page_size
+_FEW = 8  # pages that are moved one by one faster than as an array
 
 
 class DecodeBatch:
     """A batch of sequences at rest, each ready for one more token; valid until any other call changes the books.
 
-    All members move together, so when each reaches a page's end is known from the start: members of equal
-    ``length % page_size`` are one `_Due`, and a step looks at the two that begin or end a page.
+    All members move together, so when each reaches a page's end is known from the start: those of equal
+    ``length % page_size`` are due together, and a step looks at the ones that begin or end a page and at no other.
     """
 
-    def __init__(self, ledger: Ledger, sequences: list[Sequence], rows: list[int]) -> None:
-        """Remember the rows' lengths; change nothing."""
+    __slots__ = (
+        "_at", "_due", "_ledger", "_lengths", "_longest", "_steps", "_tail_tokens", "_tails", "is_reserved", "ones",
+        "rows", "sequences",
+    )  # fmt: skip
+
+    def __init__(self, ledger: Ledger, sequences: list[Sequence], rows: list[int], at: IntArray) -> None:
+        """Remember the rows' lengths; change nothing. ``at`` has the rows once more."""
         size = ledger.page_size
         self._ledger = ledger
         self.sequences = sequences
         self.rows = rows
         self.ones = [1] * len(rows)
-        self.serials = [sequence.serial for sequence in sequences]
         self.is_reserved = False
-        at = np.array(rows, np.int64)
         self._at = at
         self._lengths = ledger.rows.num_tokens[at]
-        offsets = self._lengths % size
-        self._tails = at * size + offsets
-        self._longest = int(self._lengths.max(initial=0))
+        lengths = self._lengths.tolist()
+        self._longest = max(lengths, default=0)
+        self._tail_tokens = ledger.rows.tail_tokens.reshape(-1)
+        self._tails = at * size + self._lengths % size
         self._steps = 0
-        members: dict[int, list[int]] = {}
-        for member, offset in enumerate(offsets.tolist()):
-            members.setdefault(offset, []).append(member)
-        self._due = {offset: _Due(those, at, self._lengths, size) for offset, those in members.items()}
+        # By the step at which they are due: (member, row) of each, and the block that it fills next.
+        self._due: dict[int, tuple[list[tuple[int, int]], list[int]]] = {}
+        for member, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            due = self._due.get(-length % size)
+            if due is None:
+                due = self._due[-length % size] = ([], [])
+            members, blocks = due
+            members.append((member, row))
+            blocks.append(length // size)
 
-    @staticmethod
-    def suits(ledger: Ledger, rows: list[int]) -> bool:
-        """Whether there is one full-attention group and every row is past its prompt and may write its last page."""
-        if not ledger.is_plain:
-            return False
+    @classmethod
+    def of(cls, ledger: Ledger, sequences: list[Sequence], rows: list[int]) -> Self | None:
+        """Return the batch, or None unless each row is past its prompt and its last page its own."""
         books, at = ledger.rows, np.array(rows, np.int64)
-        return not (books.tail_locked[at].any() or (books.num_tokens[at] < books.prompt_len[at]).any())
+        if books.tail_locked[at].any() or (books.num_tokens[at] < books.prompt_len[at]).any():
+            return None
+        return cls(ledger, sequences, rows, at)
 
     def reserve(self) -> None:
         """Make room for one token each, or raise `OutOfPages` with nothing changed."""
         ledger = self._ledger
-        due = self._due.get(-self._steps % ledger.page_size)
+        due = self._due.get(self._steps % ledger.page_size)
         if due is not None:
-            count = len(due.rows)
-            if count > ledger.pool.available:
-                raise OutOfPages(count, ledger.pool.available)
-            ledger.rows.ensure_width(self._longest // ledger.page_size + 1)
-            pages = ledger.pool.take(count)
-            ledger.tables[due.at, due.blocks] = pages
-            if ledger.scrubs.many:
-                ledger.scrubs.note(pages, ledger.rows.space[due.at])
+            self._begin_pages(*due)
         self._lengths += 1
         ledger.rows.ends[self._at] = self._lengths
         self.is_reserved = True
 
+    def _begin_pages(self, members: list[tuple[int, int]], blocks: list[int]) -> None:
+        ledger, pool, count = self._ledger, self._ledger.pool, len(members)
+        if count > pool.available:
+            raise OutOfPages(count, pool.available)
+        ledger.rows.ensure_width((self._longest + self._steps) // ledger.page_size + 1)
+        pages = pool.take_few(count) if count <= _FEW else pool.take(count).tolist()
+        table = ledger.tables
+        for (_, row), block, page in zip(members, blocks, pages, strict=True):
+            table[row, block] = page
+        if ledger.scrubs.many:
+            ledger.scrubs.note(np.array(pages, np.int32), ledger.rows.space[[row for _, row in members]])
+
     def commit(self, tokens: TokenArray) -> None:
         """Store one token each; pages that are full now become findable."""
-        books, size = self._ledger.rows, self._ledger.page_size
-        books.tail_tokens.reshape(-1)[self._tails] = tokens
-        books.num_tokens[self._at] = self._lengths
+        ledger, size = self._ledger, self._ledger.page_size
+        self._tail_tokens[self._tails] = tokens
+        ledger.rows.num_tokens[self._at] = self._lengths
         self.is_reserved = False
         self._tails += 1
-        self._longest += 1
         self._steps += 1
-        due = self._due.get(-self._steps % size)
+        due = self._due.get(self._steps % size)
         if due is not None:
-            for row, block in zip(due.rows, due.blocks.tolist(), strict=True):
-                index_full_tail(self._ledger, row, block)
-            due.blocks += 1
-            self._tails[due.members] -= size
+            members, blocks = due
+            for at, (member, row) in enumerate(members):
+                if ledger.prefix_cache:
+                    index_full_tail(ledger, row, blocks[at])
+                blocks[at] += 1
+                self._tails[member] -= size
 
 
-def all_one(counts: Any, ones: list[int]) -> bool:
-    """Whether ``counts`` says one token for every sequence."""
+def all_one(counts: Any, length: int) -> bool:
+    """Whether ``counts`` says one token for each of ``length`` sequences."""
     if type(counts) is int:
         return counts == 1
     if isinstance(counts, np.ndarray | tuple):
         counts = list(counts) if isinstance(counts, tuple) else counts.tolist()
     # By type too: True and 1.0 are equal to 1 and are no counts.
-    return type(counts) is list and counts == ones and set(map(type, counts)) == {int}
+    return type(counts) is list and counts == [1] * length and set(map(type, counts)) == {int}
 
 
 def one_each(tokens: Any, length: int) -> Any:

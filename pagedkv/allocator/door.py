@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from .decode import DecodeBatch
     from .ledger import Ledger
+    from .observer import Observer
 
 
 class Door:
@@ -27,11 +28,14 @@ class Door:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] | None) -> None:
         """Open the door to the first thread that comes."""
+        if clock is not None and not callable(clock):
+            raise TypeError(f"clock must be a function that returns the time, was {clock!r}")
         self.ledger = ledger
         self._calls = 0
         self._clock = clock
         self._thread: int | None = None
         self._batch: DecodeBatch | None = None
+        self._observer: Observer | None = None
 
     def hand_over(self) -> None:
         """Let go of the allocator: the next thread that calls it owns it."""
@@ -40,8 +44,9 @@ class Door:
 
     def _enter(self) -> None:
         """Count the call and refuse a second thread."""
-        self._look()
-        self._thread = threading.get_ident()
+        if self._thread != threading.get_ident():
+            self._look()
+            self._thread = threading.get_ident()
         self._calls += 1
 
     def _look(self) -> None:
@@ -64,7 +69,7 @@ class Door:
                 raise TypeError(f"sequences must be Sequence handles, had {type(sequence).__name__}")
             if sequence._allocator is not self:
                 raise ForeignSequence(f"{sequence!r} was opened by another allocator")
-            rows.append(sequence.row)
+            rows.append(sequence._row if sequence._row >= 0 else sequence.row)  # which says why there is none
         if len(set(rows)) != len(rows):
             raise ValueError("sequences must be different, one was given twice")
         if at_rest:

@@ -6,14 +6,12 @@ it that children go before parents, whatever a policy says.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from .policies import ARC, LFU, S3FIFO, SLRU, Priority
+from .policies import ARC, LFU, LRU, S3FIFO, SLRU, Priority
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 
 class EvictionPolicy(Protocol):
@@ -56,38 +54,7 @@ class ContentPolicy(EvictionPolicy, Protocol):
         """Pages that somebody holds entered the index, first block first; digests are as in `content_hashes`."""
 
 
-class LRU:
-    """The page that was released longest ago goes first; of one sequence, the last block goes first."""
-
-    def __init__(self) -> None:
-        """Start with no candidates."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    def hit(self, pages: list[int]) -> None:
-        """Recency is counted from the release, so a hit alone changes nothing."""
-
-    def held(self, pages: list[int]) -> None:
-        """Forget candidates; O(1) each."""
-        self._forget(pages)
-
-    def released(self, pages: list[int]) -> None:
-        """Add candidates at the recent end."""
-        self._idle.update(dict.fromkeys(pages))
-
-    def removed(self, pages: list[int], evicted: bool) -> None:
-        """Forget pages."""
-        self._forget(pages)
-
-    def victims(self, count: int) -> list[int]:
-        """Return the oldest candidates."""
-        return list(islice(self._idle, count))
-
-    def _forget(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self._idle.pop(page, None)
-
-
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU,
     "slru": SLRU,
     "lfu": LFU,
@@ -95,6 +62,7 @@ _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "s3fifo": S3FIFO,
     "priority": Priority,
 }
+"""The policies that have a name."""
 
 
 def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
@@ -105,9 +73,9 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
         TypeError: neither a name nor an object with the protocol's methods.
     """
     if isinstance(policy, str):
-        if policy not in _POLICIES:
-            raise ValueError(f"policy must be one of {sorted(_POLICIES)} or an object, was {policy!r}")
-        return _POLICIES[policy]()
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {sorted(POLICIES)} or an object, was {policy!r}")
+        return POLICIES[policy]()
     missing = [name for name in ("hit", "held", "released", "removed", "victims") if not hasattr(policy, name)]
     if missing:
         raise TypeError(f"policy must have the methods of EvictionPolicy, {type(policy).__name__} lacks {missing}")

@@ -38,18 +38,22 @@ def index_group_blocks(ledger: Ledger, index: GroupIndex, row: int, block: int, 
     for sheet, group in enumerate(index.others):
         mine = rows.tables[group][row, block : block + count].tolist()
         kept = _adopt(index, node, sheet, block, mine)
-        new += [(group, at, page) for at, page in enumerate(mine) if kept[at] == page]
+        new += [(group, at, page) for at, page in enumerate(mine) if page and kept[at] == page]
         _merge(ledger, row, group, block, kept)
     if ledger.content_policy is not None and new:
         _tell_stored(ledger, index, row, added, new)
 
 
 def _adopt(index: GroupIndex, node: Node, sheet: int, block: int, pages: list[int]) -> list[int]:
-    """Name one group's pages on the path that ends in ``node``; return the pages named there now."""
+    """Name one group's pages on the path that ends in ``node``; return the pages named there now.
+
+    The null page stands where a sequence that comes back from a host pool has none: its window has left the block.
+    """
     kept = list(pages)
     for at in reversed(range(len(pages))):
         node = index.at_depth(node, block + at + 1)
-        kept[at] = index.adopt(node, sheet, block + at, pages[at])
+        if pages[at]:
+            kept[at] = index.adopt(node, sheet, block + at, pages[at])
     return kept
 
 

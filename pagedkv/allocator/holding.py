@@ -32,6 +32,7 @@ class Holding(Door):
         """Hold nothing; with ``debug`` every handle remembers where it was made."""
         super().__init__(ledger, clock)
         self._debug = debug
+        self._pins_made = 0
 
     def _where(self) -> str | None:
         return caller() if self._debug else None
@@ -55,8 +56,11 @@ class Holding(Door):
         prompt = read_prompt(tokens, namespace, media, self.ledger.page_size)
         self._batch = None
         pages, num_tokens = pin_prefix(self.ledger, prompt)
-        pin = Pin(self, pages, num_tokens=num_tokens, origin=self._now(), where=self._where())
+        self._pins_made += 1
+        pin = Pin(self, pages, serial=self._pins_made, num_tokens=num_tokens, origin=self._now(), where=self._where())
         self.ledger.pins[id(pin)] = pin
+        if self._observer is not None:
+            self._observer.pinned(pin.serial, num_tokens, pin.origin)
         return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -70,6 +74,8 @@ class Holding(Door):
         del self.ledger.pins[id(pin)]
         pin._forget()
         unpin_prefix(self.ledger, pages)
+        if self._observer is not None:
+            self._observer.unpinned(pin.serial)
 
     # Steps in flight.
 
@@ -81,7 +87,10 @@ class Holding(Door):
         ``with allocator.begin_step():`` ends the step by itself.
         """
         self._enter()
-        return self.ledger.pool.deferred.begin(self, self._now(), self._where())
+        step = self.ledger.pool.deferred.begin(self, self._now(), self._where())
+        if self._observer is not None:
+            self._observer.step_began(step.serial, step.origin)
+        return step
 
     def end_step(self, step: StepInFlight) -> None:
         """See `StepInFlight.end`."""
@@ -89,6 +98,8 @@ class Holding(Door):
         if not isinstance(step, StepInFlight):
             raise TypeError(f"step must be a StepInFlight, was {type(step).__name__}")
         self.ledger.pool.end_step(step)
+        if self._observer is not None:
+            self._observer.step_ended(step.serial)
 
     # Swap.
 
@@ -96,20 +107,18 @@ class Holding(Door):
         """Plan to move a sequence's pages into ``host_pool``; run the plan's copies, then finish or cancel it.
 
         Until then both ends stay held; from now on until it is back the sequence refuses every verb but `close`.
-        Shared and findable pages are copied like any other, and stay with whoever else has them.
+        Shared and findable pages are copied like any other, and stay with whoever else has them. Of a window group
+        only what the next token sees is moved, unless `Sequence.hold_window` keeps the rest.
 
         Raises:
             ReservationOpen: a reservation was not committed.
             CopiesPending: a page of the sequence is still to be copied into.
             OutOfPages: the host pool has too few pages; the numbers are its own.
-            ValueError: the allocator has other groups than one `FullAttention`.
         """
         self._enter()
         (row,) = self._rows_of((sequence,), at_rest="swap_out")
         if not isinstance(host_pool, HostPool):
             raise TypeError(f"host_pool must be a HostPool, was {type(host_pool).__name__}")
-        if not self.ledger.is_plain:
-            raise ValueError(f"groups must be one FullAttention() for swap_out, was {self.ledger.groups!r}")
         swap, copies = start_out(self.ledger, row, host_pool)
         self._batch = None
         swap.plan = SwapPlan(self, sequence, copies, to_host=True)
@@ -142,6 +151,8 @@ class Holding(Door):
         else:
             make_findable(self.ledger, swap)
             leave_host(self.ledger, swap)
+        if self._observer is not None:
+            self._observer.swapped(plan.sequence.serial, to_host=plan.to_host)
 
     def cancel_swap(self, plan: SwapPlan) -> None:
         """See `SwapPlan.cancel`."""

@@ -28,9 +28,7 @@ class HostPool:
         Raises:
             TypeError, ValueError: ``num_pages`` is not a number of at least 1.
         """
-        if count_of(num_pages, "num_pages") < 1:
-            raise ValueError(f"num_pages must be at least 1, was {num_pages}")
-        self.num_pages = num_pages
+        self.num_pages = count_of(num_pages, "num_pages", 1)
         self.owners: dict[int, Sequence] = {}
         self._free = list(range(num_pages - 1, -1, -1))
 

@@ -44,7 +44,7 @@ def room_for(ledger: Ledger, prompt: Prompt, growth: int, chunk: int | None) -> 
         step = len(prompt.tokens) + growth - whole * ledger.page_size
         step = step if chunk is None else min(chunk, step)
         for group in ledger.windows:
-            hits = np.array([page for block, page in _pages_of(ledger, match, group) if block < whole], np.int32)
+            hits = np.array([page for block, page in pages_of(ledger, match, group) if block < whole], np.int32)
             needed += _window_room(ledger.spans[group], whole, end, step=step, idle=ledger.pool.num_idle_among(hits))
     needed += (end - whole) * (len(ledger.spans) - len(ledger.windows))
     return Room(needed, ledger.pool.available - ledger.pool.num_idle_among(hits_of(ledger, match, whole)))
@@ -60,7 +60,7 @@ def _window_room(span: Span, whole: int, end: int, *, step: int, idle: int) -> i
     return sinks + min(end - whole - sinks, max(span.widest(step) - idle, 0))
 
 
-def _pages_of(ledger: Ledger, match: Match, group: int) -> list[tuple[int, int]]:
+def pages_of(ledger: Ledger, match: Match, group: int) -> list[tuple[int, int]]:
     """Return (block, page) of all that a group has of a match, first block first."""
     index = ledger.index
     if not isinstance(index, GroupIndex) or group == index.lead:
@@ -73,7 +73,7 @@ def hits_of(ledger: Ledger, match: Match, end: int) -> PageArray:
     if ledger.is_plain:
         return np.array([*match.pages, match.tail_page][:end], np.int32)
     groups = sorted(range(len(ledger.spans)), key=lambda group: not ledger.spans[group].is_full)
-    return np.array([page for g in groups for block, page in _pages_of(ledger, match, g) if block < end], np.int32)
+    return np.array([page for g in groups for block, page in pages_of(ledger, match, g) if block < end], np.int32)
 
 
 def open_row(ledger: Ledger, prompt: Prompt, sequence: Sequence) -> int:
@@ -125,7 +125,7 @@ def _lay_out(ledger: Ledger, row: int, match: Match, hits: PageArray, num_tokens
         ledger.tables[row, : len(hits)] = hits
         return
     for group, (table, span) in enumerate(zip(ledger.rows.tables, ledger.spans, strict=True)):
-        for block, page in _pages_of(ledger, match, group):
+        for block, page in pages_of(ledger, match, group):
             table[row, block] = page
         ledger.rows.firsts[group][row] = span.keep_from(num_tokens)
 

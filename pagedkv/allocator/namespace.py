@@ -6,13 +6,14 @@ adapter or a picture is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from .tokens import count_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Hashable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,15 @@ class Media(NamedTuple):
     digest: bytes | str | None
 
 
-def media_spans(media: Iterable[tuple[int, int, bytes | str | None]], num_tokens: int) -> tuple[Media, ...]:
+def media_spans(media: object, num_tokens: int) -> tuple[Media, ...]:
     """Check the spans against a prompt of ``num_tokens`` tokens and return them by position.
 
     Raises:
-        TypeError: a span is not ``(start, length, digest)`` or its digest is neither bytes, str nor None.
+        TypeError: it is no list, a span is not ``(start, length, digest)``, or a digest is neither bytes, str nor None.
         ValueError: a span is empty or leaves the prompt.
     """
+    if not isinstance(media, Iterable) or isinstance(media, str | bytes):
+        raise TypeError(f"media must be a list of (start, length, digest) tuples, was {media!r}")
     spans = []
     for item in media:
         if not isinstance(item, tuple) or len(item) != 3:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from .tokens import TokenArray
 
 
-_EVENTS = ("attached", "opened", "reserved", "committed", "forked", "truncated", "closed", "evicted", "was_reset")
+_EVENTS = (
+    "attached", "opened", "reserved", "committed", "forked", "truncated", "closed", "evicted", "was_reset", "pinned",
+    "unpinned", "step_began", "step_ended", "swapped",
+)  # fmt: skip
 
 
 class Observer(Protocol):
@@ -63,6 +66,24 @@ class Observer(Protocol):
 
     def was_reset(self) -> None:
         """Hear that everything stored so far was made unfindable."""
+
+    def pinned(self, pin: int, num_tokens: int, at: float) -> None:
+        """Hear that a pin holds the pages of ``num_tokens`` tokens; ``pin`` is its number."""
+
+    def unpinned(self, pin: int) -> None:
+        """Hear that a pin let its pages go."""
+
+    def step_began(self, step: int, at: float) -> None:
+        """Hear that a step is in flight: what is given back from now on waits for its end."""
+
+    def step_ended(self, step: int) -> None:
+        """Hear that a step has ended, and what has waited for it alone was given back."""
+
+    def swapped(self, sequence: int, *, to_host: bool) -> None:
+        """Hear that a swap was finished: the sequence lies in a host pool now, or on the device again.
+
+        Plans are not told, nor that one was cancelled: the sequence is where it was then.
+        """
 
 
 def require_observer(observer: Observer) -> Observer:

@@ -25,18 +25,20 @@ class Pin:
 
     Attributes:
         num_tokens: tokens of the prompt that the pinned pages hold.
+        serial: its number among the allocator's pins, from 1.
         origin: the allocator's clock when it was made.
         where: the caller's file and line, where the allocator's ``debug`` is on.
     """
 
-    __slots__ = ("_allocator", "_pages", "num_tokens", "origin", "where")
+    __slots__ = ("_allocator", "_pages", "num_tokens", "origin", "serial", "where")
 
     def __init__(
-        self, allocator: Holding, pages: PageArray, *, num_tokens: int, origin: float, where: str | None
+        self, allocator: Holding, pages: PageArray, *, serial: int, num_tokens: int, origin: float, where: str | None
     ) -> None:
         """Remember the pages; holding them is the allocator's work."""
         self._allocator = allocator
         self._pages: PageArray | None = pages
+        self.serial = serial
         self.num_tokens = num_tokens
         self.origin = origin
         self.where = where

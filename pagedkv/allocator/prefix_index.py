@@ -40,6 +40,8 @@ class PrefixIndex:
         self.indexed = np.zeros(num_pages, np.bool_)
         self.node_of: npt.NDArray[Any] = np.full(num_pages, None, np.object_)
         self._serial = 0
+        # The namespace that went last, with its number: come again, it is no stranger to its own pages.
+        self._left: tuple[Hashable, int] = ((), 0)
 
     # Namespaces: a root lives while a sequence is open in it or a page is stored under it.
 
@@ -47,8 +49,9 @@ class PrefixIndex:
         """Return the namespace's root, made if need be, with one user more."""
         root = self.roots.get(namespace)
         if root is None:
-            self._serial += 1
-            root = self.roots[namespace] = Root(namespace, self._serial)
+            serial = self._left[1] if self._left[0] == namespace else self._serial + 1
+            self._serial = max(self._serial, serial)
+            root = self.roots[namespace] = Root(namespace, serial)
         root.users += 1
         return root
 
@@ -60,6 +63,7 @@ class PrefixIndex:
     def _drop_if_unused(self, root: Root) -> None:
         if not root.users and not root.children and self.roots.get(root.namespace) is root:
             del self.roots[root.namespace]
+            self._left = root.namespace, root.serial
 
     # Finding.
 
@@ -241,14 +245,19 @@ class PrefixIndex:
         del node.pages[offset:], node.tokens[offset * self.page_bytes :]
         if node.media:
             node.media = {block: key for block, key in node.media.items() if block < node.end}
+        if not node.pages:
+            self._unlink(node)
+        return dropped
+
+    def _unlink(self, node: Node) -> None:
+        """Take a node that has lost its last page off its parent."""
         parent = node.parent
-        if not node.pages and parent is not None and parent.children is not None:
+        if parent is not None and parent.children is not None:
             del parent.children[node.key]
             if not parent.children:
                 parent.children = None
                 if isinstance(parent, Root):
                     self._drop_if_unused(parent)
-        return dropped
 
     def _forget(self, pages: list[int]) -> PageArray:
         ids = np.array(pages, np.int32)
@@ -280,6 +289,28 @@ class PrefixIndex:
                 at += count
                 missing -= max(count, 1)
         return dropped[0] if len(dropped) == 1 else np.concatenate(dropped)
+
+    def evict_few(self, victims: list[int]) -> list[int]:
+        """Do what `evict` does page by page: for a handful that is faster."""
+        dropped: list[int] = []
+        at = 0
+        while len(dropped) < len(victims):
+            node: Node | None = self.node_of[victims[at]]
+            if node is None:
+                at += 1
+                continue
+            while node.children:
+                node = node.children.nodes[next(node.children.in_order())]
+            page = node.pages.pop()
+            del node.tokens[-self.page_bytes :]
+            self.node_of[page] = None
+            self.indexed[page] = False
+            if node.media:
+                node.media.pop(node.end, None)
+            if not node.pages:
+                self._unlink(node)
+            dropped.append(page)
+        return dropped
 
     @staticmethod
     def _streak(run: list[int], victims: list[int], at: int, limit: int) -> int:

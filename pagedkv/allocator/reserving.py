@@ -9,7 +9,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .errors import OutOfPages
+from .ledger import Room
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,6 +104,24 @@ class Plan:
 
     def _wished(self) -> Iterable[tuple[Tail, list[int]]]:
         return zip(self.tails, self.copied, strict=True)
+
+
+def room_to_grow(ledger: Ledger, row: int, count: int, chunk: int | None) -> Room:
+    """Say what ``count`` more tokens of a row would take, ``chunk`` at most in one reserve (None: all at once).
+
+    In several reserves a window group's own pages, shared ones apart, make room for those that come.
+    """
+    plan = Plan(ledger, [row], [count])
+    if chunk is None or chunk >= count or not ledger.windows or ledger.rows.window_held[row]:
+        return Room(plan.needed, plan.available)
+    books, needed, fresh = ledger.rows, plan.needed, plan.fresh[0]
+    blocks = books.blocks(int(books.num_tokens[row]))
+    for group in ledger.windows:
+        span = ledger.spans[group]
+        own = int(np.count_nonzero(ledger.pool.refs[books.tables[group][row, span.sink_blocks : blocks]] == 1))
+        sinks = min(max(span.sink_blocks - blocks, 0), fresh)
+        needed += min(fresh - sinks, max(span.widest(chunk) - own, 0)) + sinks - fresh
+    return Room(needed, ledger.pool.available)
 
 
 def reserve_rows(ledger: Ledger, rows: list[int], counts: list[int]) -> None:

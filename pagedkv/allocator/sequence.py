@@ -195,12 +195,14 @@ class Sequence:
         """
         self._allocator.close(self)
 
-    def room(self, num_tokens: int) -> Room:
+    def room(self, num_tokens: int, *, chunk: int | None = None) -> Room:
         """Say what `reserve` of ``num_tokens`` would take, copies included, and what there is; changes nothing.
 
         Pages that have left a window go back in that reserve, so they count as available, unless a step is in flight.
+        ``chunk`` says that the tokens will come in several reserves, of so many at most: then a window's pages make
+        room for each other, and what is needed is the most at any time.
         """
-        return self._allocator.room_to_grow(self, num_tokens)
+        return self._allocator.room_to_grow(self, num_tokens, chunk)
 
     def block_table(self, group: int = 0) -> PageArray:
         """Return a copy of the page id of each block, int32 ``[blocks]``, reserved ones included.

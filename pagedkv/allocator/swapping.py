@@ -1,9 +1,9 @@
 """Swap: a sequence's pages leave the device for a host pool and come back, by plans that somebody else carries out.
 
-Takes rows at rest and host pools, gives plans of page copies, and refuses to move bytes, and to know more than one
-layer group of full attention. Until a plan is finished or cancelled both ends stay held: the device pages by the
-sequence's row, the host pages by the record here. Every page is copied, also shared and indexed ones, and taken from
-nobody; on the way back, full pages that the prefix index has by then are shared instead of copied.
+Takes rows at rest and host pools, gives plans of page copies, and refuses to move bytes. Until a plan is finished or
+cancelled both ends stay held: the device pages by the sequence's row, the host pages by the record here. Every page is
+copied, also shared and indexed ones, and taken from nobody; on the way back, full pages that the prefix index has by
+then are shared instead of copied.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import numpy as np
 from .committing import index_blocks
 from .errors import CopiesPending, OutOfPages, PlanSettled
 from .index_node import Blocks, Match
-from .lifecycle import close_row
+from .lifecycle import close_row, pages_of
 from .sequence import CLOSED, SWAPPED
 
 if TYPE_CHECKING:
     from .holding import Holding
     from .host_pool import HostPool
+    from .index_node import Node
     from .ledger import Ledger
     from .prefix_index import PageArray
     from .sequence import Sequence
     from .tokens import TokenArray
+
+Place = tuple[int, int]
 
 
 class SwapPlan:
@@ -92,23 +95,30 @@ class Swap:
     Attributes:
         sequence: the handle.
         host_pool: where it goes.
-        host_pages: the page of each block there.
+        places: (layer group, block) of all that was moved.
+        host_pages: the page of each of these there.
         num_tokens: its length.
         prompt_len, opaque_from, tail: what its row had (`rows.Rows`).
+        window_held: likewise.
+        firsts: likewise, per group.
         known: uint32 ids of its findable full pages.
         row: its row while a plan is open, else -1.
         plan: the open plan, or None.
+        num_hits: full pages of each group that the way in did not copy, since they could be found.
     """
 
-    def __init__(self, ledger: Ledger, row: int, sequence: Sequence, host_pool: HostPool, pages: list[int]) -> None:
-        """Note all that a row must get back."""
+    def __init__(self, ledger: Ledger, row: int, sequence: Sequence, host_pool: HostPool, places: list[Place]) -> None:
+        """Note all that a row must get back; take host pages for it, or raise `OutOfPages`."""
         rows = ledger.rows
         self.sequence = sequence
         self.host_pool = host_pool
-        self.host_pages = pages
+        self.places = places
+        self.host_pages = host_pool.take(len(places), sequence)
         self.num_tokens = int(rows.num_tokens[row])
         self.prompt_len = int(rows.prompt_len[row])
         self.opaque_from = int(rows.opaque_from[row])
+        self.window_held = bool(rows.window_held[row])
+        self.firsts = [_first(ledger, row, group) for group in range(len(ledger.spans))]
         self.tail: TokenArray = rows.tail_tokens[row].copy()
         self.known = ledger.path_tokens(row, min(self.num_tokens, self.opaque_from) // ledger.page_size)
         self.row = row
@@ -130,18 +140,37 @@ def start_out(ledger: Ledger, row: int, host_pool: HostPool) -> tuple[Swap, Page
     """
     sequence = ledger.rows.sequences[row]
     assert sequence is not None
-    pages = ledger.tables[row, : ledger.rows.held(row)]
-    unready = next((page for page in pages.tolist() if page in ledger.copies.source_of), None)
+    places = _places(ledger, row)
+    pages = [int(ledger.rows.tables[group][row, block]) for group, block in places]
+    unready = next((page for page in pages if page in ledger.copies.source_of), None)
     if unready is not None:
         raise CopiesPending(
             f"page {unready} of {sequence!r} is still to be copied into: run take_copies(), then call "
             "acknowledge_copies()"
         )
-    host_pages = host_pool.take(len(pages), sequence)
-    swap = Swap(ledger, row, sequence, host_pool, host_pages)
+    swap = Swap(ledger, row, sequence, host_pool, places)
     ledger.swaps[sequence.serial] = swap
     sequence._row, sequence._swap = SWAPPED, swap
-    return swap, _pairs(pages, host_pages)
+    return swap, _pairs(pages, swap.host_pages)
+
+
+def _first(ledger: Ledger, row: int, group: int) -> int:
+    """Return the first block of a group, sinks apart, that a row takes with it."""
+    held = int(ledger.rows.firsts[group][row])
+    if ledger.rows.window_held[row]:
+        return held
+    return max(held, ledger.spans[group].keep_from(int(ledger.rows.num_tokens[row])))
+
+
+def _places(ledger: Ledger, row: int) -> list[Place]:
+    """Return (group, block) of all that a row takes with it."""
+    held = range(ledger.rows.held(row))
+    return [
+        (group, block)
+        for group, span in enumerate(ledger.spans)
+        for block in held
+        if block < span.sink_blocks or block >= _first(ledger, row, group)
+    ]
 
 
 def start_in(ledger: Ledger, swap: Swap) -> PageArray:
@@ -150,38 +179,62 @@ def start_in(ledger: Ledger, swap: Swap) -> PageArray:
     Raises:
         OutOfPages: the device has too few pages, those that the prefix index has counted as had.
     """
-    pool, rows, size = ledger.pool, ledger.rows, ledger.page_size
-    prompt, limit = swap.sequence.prompt, len(swap.known) // 4
-    match = Match(None, [], 0, 0)
-    if limit:
-        match = ledger.index.match(prompt.namespace, Blocks(swap.known, prompt.media), limit)
-    hits = np.array(match.pages, np.int32)
-    total = rows.blocks(swap.num_tokens)
-    needed, available = total - len(hits), pool.available - pool.num_idle_among(hits)
-    if needed > available:
-        raise OutOfPages(needed, available)
-    root = ledger.index.enter(prompt.namespace)
+    pool, rows = ledger.pool, ledger.rows
+    num_hits, node, found = _found(ledger, swap)
+    hits = np.array(list(found.values()), np.int32)
+    rest = [at for at, place in enumerate(swap.places) if place not in found]
+    available = pool.available - pool.num_idle_among(hits)
+    if len(rest) > available:
+        raise OutOfPages(len(rest), available)
+    root = ledger.index.enter(swap.sequence.prompt.namespace)
     row = rows.claim()
-    rows.ensure_width(total)
+    rows.ensure_width(rows.blocks(swap.num_tokens))
     if hits.size:
         pool.policy.hit(hits.tolist())
         pool.hold(hits)
     ledger.scrubs.enter(root.serial, pool.num_used)
-    fresh = pool.take(needed)
+    fresh = pool.take(len(rest))
     if ledger.scrubs.many:
         ledger.scrubs.note(fresh, root.serial)
-    ledger.tables[row, : len(hits)] = hits
-    ledger.tables[row, len(hits) : total] = fresh
+    pages = found | dict(zip((swap.places[at] for at in rest), fresh.tolist(), strict=True))
+    for (group, block), page in pages.items():
+        rows.tables[group][row, block] = page
+    for group, first in enumerate(swap.firsts):
+        rows.firsts[group][row] = first
+    rows.window_held[row] = swap.window_held
     rows.num_tokens[row] = rows.ends[row] = swap.num_tokens
     rows.prompt_len[row] = swap.prompt_len
     # What is copied is not there yet, so until then only the hits may be found.
-    rows.opaque_from[row] = min(swap.opaque_from, len(hits) * size)
+    rows.opaque_from[row] = min(swap.opaque_from, num_hits * ledger.page_size)
     rows.tail_tokens[row] = swap.tail
     rows.root[row], rows.space[row] = root, root.serial
-    rows.cursor[row] = root if match.node is None else match.node
+    rows.cursor[row] = root if node is None else node
     rows.sequences[row] = swap.sequence
-    swap.row, swap.num_hits = row, len(hits)
-    return _pairs(fresh, swap.host_pages[len(hits) :])
+    swap.row, swap.num_hits = row, num_hits
+    return _pairs(fresh.tolist(), [swap.host_pages[at] for at in rest])
+
+
+def _found(ledger: Ledger, swap: Swap) -> tuple[int, Node | None, dict[Place, int]]:
+    """Return how many full blocks need no copy, the index node they end in, and their page by place.
+
+    All or nothing: where the index lacks a page that the sequence holds within these blocks (one kept by
+    `Sequence.hold_window`), everything is copied.
+    """
+    prompt, limit = swap.sequence.prompt, len(swap.known) // 4
+    match = Match(None, [], 0, 0)
+    if limit:
+        match = ledger.index.match(prompt.namespace, Blocks(swap.known, prompt.media), limit)
+    num_hits = len(match.pages)
+    wanted = {place for place in swap.places if place[1] < num_hits}
+    found = {
+        (group, block): page
+        for group in range(len(ledger.spans))
+        for block, page in pages_of(ledger, match, group)
+        if (group, block) in wanted
+    }
+    if len(found) < len(wanted):
+        return 0, None, {}
+    return num_hits, match.node, found
 
 
 def leave_device(ledger: Ledger, swap: Swap) -> None:
@@ -213,5 +266,5 @@ def close_swapped(ledger: Ledger, swap: Swap) -> None:
     swap.sequence._row, swap.sequence._swap = CLOSED, None
 
 
-def _pairs(device: PageArray, host: list[int]) -> PageArray:
-    return np.stack([device, np.array(host, np.int32)], axis=1)
+def _pairs(device: list[int], host: list[int]) -> PageArray:
+    return np.array([device, host], np.int32).T

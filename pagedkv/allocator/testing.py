@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .eviction import EvictionPolicy
+    from .pins import Pin
     from .sequence import Sequence
+    from .steps import StepInFlight
 
 _TOKENS = st.integers(0, 2)
 
@@ -125,6 +127,8 @@ class PolicyMachine(RuleBasedStateMachine):
     num_pages: ClassVar[int]
     page_size: ClassVar[int]
     sequences: Bundle[Sequence] = Bundle("sequences")
+    pins: Bundle[Pin] = Bundle("pins")
+    steps: Bundle[StepInFlight] = Bundle("steps")
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +174,26 @@ class PolicyMachine(RuleBasedStateMachine):
         with self.allocator.open(prompt) as sequence:
             self.grow(sequence, prompt[-1:], len(prompt))
 
+    @rule(target=pins, prompt=st.lists(_TOKENS, min_size=1, max_size=9))
+    def pin(self, prompt: list[int]) -> Any:
+        """Hold what is stored of a prompt with no sequence: pages that are candidates no more."""
+        return self.allocator.pin(prompt) if len(self.allocator.ledger.pins) < 4 else multiple()
+
+    @rule(pin=consumes(pins))
+    def unpin(self, pin: Pin) -> None:
+        """Let pinned pages go; those that nobody else holds are candidates again."""
+        pin.unpin()
+
+    @rule(target=steps)
+    def begin_step(self) -> Any:
+        """Have a device begin a step: what is given back from now on waits for its end."""
+        return self.allocator.begin_step() if len(self.allocator.ledger.pool.deferred.steps) < 3 else multiple()
+
+    @rule(step=consumes(steps))
+    def end_step(self, step: StepInFlight) -> None:
+        """End a step, in any order; what has waited for it alone is given back, or becomes a candidate."""
+        step.end()
+
     @rule()
     def reset(self) -> None:
         """Make everything stored unfindable."""
@@ -193,6 +217,7 @@ def policy_machine(
 ) -> type[PolicyMachine]:
     """Return a Hypothesis state machine that runs sequences on an allocator with the policy.
 
+    Pins and steps in flight take pages from the policy and give them back like sequences do.
     After every step the allocator's `check` holds, and the policy's candidates are exactly the idle pages. Prompts are
     drawn from few tokens, so that beginnings are shared, and the pool is small, so that it is always short of pages.
     """

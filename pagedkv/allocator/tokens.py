@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ def token_array(tokens: Any, name: str = "tokens") -> TokenArray:
     """
     if isinstance(tokens, np.ndarray):
         return _from_numpy(tokens, name)
-    if isinstance(tokens, str | bytes | bytearray):
-        raise TypeError(f"{name} must be integer token ids, was {type(tokens).__name__}")
+    if type(tokens) is not list:
+        _require_sequence(tokens, name)
     try:
         # Twice as fast as np.array for a list, and it refuses floats and negative ids on its way.
         return np.frombuffer(array("I", tokens), dtype=np.uint32)
@@ -39,31 +39,44 @@ def token_array(tokens: Any, name: str = "tokens") -> TokenArray:
         raise TypeError(f"{name} must be a sequence of integer token ids: {error}") from error
 
 
+def _require_sequence(tokens: Any, name: str) -> None:
+    if isinstance(tokens, str | bytes | bytearray):
+        raise TypeError(f"{name} must be integer token ids, was {type(tokens).__name__}")
+    if not hasattr(tokens, "__getitem__") or isinstance(tokens, Mapping):  # a set has no order, a generator one use
+        raise TypeError(f"{name} must be a sequence of integer token ids, was {tokens!r}")
+
+
 def _from_numpy(tokens: npt.NDArray[Any], name: str) -> TokenArray:
     if tokens.ndim != 1:
         raise TypeError(f"{name} must have one dimension, had {tokens.ndim}")
     if tokens.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, was {tokens.dtype}")
+    if tokens.dtype == np.uint32:
+        return tokens.astype(np.uint32)  # a copy; every id is in range
     if tokens.size and (tokens.min() < 0 or tokens.max() > MAX_TOKEN):
         raise ValueError(f"{name} must be ids between 0 and {MAX_TOKEN}, had {tokens.min()} to {tokens.max()}")
     return tokens.astype(np.uint32)
 
 
-def count_of(value: Any, name: str) -> int:
-    """Return ``value`` as an int that is at least 0.
+def count_of(value: Any, name: str, least: int = 0, most: int | None = None) -> int:
+    """Return ``value`` as an int from ``least`` to ``most`` (both included; None: no upper bound).
+
+    The one check that every door of the package makes of a whole number. Python's and numpy's integers are such; True,
+    1.0 and "1" are none.
 
     Raises:
-        TypeError: not an integer; True and False are not.
-        ValueError: negative.
+        TypeError: it is no integer.
+        ValueError: it is out of range.
     """
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be an integer, was {value!r}")
     try:
         count = operator.index(value)
     except TypeError as error:
-        raise TypeError(f"{name} must be an integer, was {type(value).__name__}") from error
-    if count < 0:
-        raise ValueError(f"{name} must be at least 0, was {count}")
+        raise TypeError(f"{name} must be an integer, was {value!r}") from error
+    if count < least or (most is not None and count > most):
+        span = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} must be {span}, was {count}")
     return count
 
 
@@ -97,3 +110,8 @@ def same_prefix(left: bytes | bytearray, right: bytes | bytearray) -> int:
     size = min(len(left), len(right)) // 4
     differ = np.frombuffer(left, np.uint32, size) != np.frombuffer(right, np.uint32, size)
     return int(differ.argmax()) if differ.any() else size
+
+
+def chunk_of(chunk: int | None) -> int | None:
+    """Return ``chunk``, the most tokens of one reserve; raise where it is neither None nor at least 1."""
+    return None if chunk is None else count_of(chunk, "chunk", 1)

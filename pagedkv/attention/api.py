@@ -6,7 +6,6 @@ backend is imported before it is chosen.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,16 +17,16 @@ from .checks import (
     check_attend,
     check_copies_contents,
     check_copy,
+    check_out,
     check_slots_contents,
     check_write,
 )
 from .layer_spec import LayerSpec
+from .proofs import AttendProof, WriteProof, known_pages, remember_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
-    from .backends import Backend
     from .calls import Scales
 
 
@@ -69,43 +68,42 @@ def paged_attention(
     Raises:
         TypeError, ValueError: an argument is wrong, or no backend can serve it; nothing was written.
     """
-    call = AttendCall(q, k_pages, v_pages, batch, spec, kv_scales, out)
-    chosen = _chosen_for(call, backend)
+    pages = known_pages(k_pages, v_pages, kv_scales)
+    proof = None if pages is None else pages.attends.get(id(spec))
+    if proof is None or not proof.covers(q, batch, spec, out, backend):
+        proof = _attend_proof(AttendCall(q, k_pages, v_pages, batch, spec, kv_scales, out, {}), backend)
+    elif out is not None:
+        check_out(out, q, v_pages)
     if check:
         batch.check_contents(num_pages=k_pages.shape[0], page_size=k_pages.shape[2], total_q=q.shape[0], spec=spec)
-    with _without_gradients():
-        if out is None:
-            out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[3])
-        chosen.attend(call, out)
+    # AttendCall(…), half a microsecond sooner.
+    call = tuple.__new__(AttendCall, (q, k_pages, v_pages, batch, spec, kv_scales, out, proof.kept))
+    if torch.is_grad_enabled():  # asked first: turning them off costs 5 us, also where they are off
+        with torch.no_grad():
+            return _attend(call, proof)
+    return _attend(call, proof)
+
+
+def _attend(call: AttendCall, proof: AttendProof) -> torch.Tensor:
+    q, _, v_pages, _, _, _, out, _ = call
+    if out is None:
+        # The same memory either way; asked for like q it comes a microsecond sooner.
+        out = torch.empty_like(q) if proof.out_like_q else q.new_empty(q.shape[0], q.shape[1], v_pages.shape[3])
+    proof.backend.attend(call, out)
     return out
 
 
-def _chosen_for(call: AttendCall, name: str | None) -> Backend:
-    """Check and choose, once per step for all layers whose arguments look alike."""
+def _attend_proof(call: AttendCall, name: str | None) -> AttendProof:
+    """Check the call and choose its backend; later calls like it find what this returns."""
     if not isinstance(call.batch, AttentionBatch):
         raise TypeError(f"batch must be an AttentionBatch, got {type(call.batch).__name__}")
     if not isinstance(call.spec, LayerSpec):
         raise TypeError(f"spec must be a LayerSpec, got {type(call.spec).__name__}")
-    scales = call.kv_scales if isinstance(call.kv_scales, tuple) else (call.kv_scales,)
-    key = ("chosen", name, call.spec, *map(_looks, (call.q, call.k_pages, call.v_pages, call.out, *scales)))
-    chosen: Backend | None = call.batch.prepared.get(key)
-    if chosen is None:
-        check_attend(call)
-        chosen = choose(name, call.q.device.type, lambda backend: backend.cannot_attend(call))
-        call.batch.prepared[key] = chosen
-    return chosen
-
-
-def _without_gradients() -> AbstractContextManager[object]:
-    """Turn gradients off; where the caller has done so already it costs nothing (5 us otherwise)."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
-def _looks(argument: object) -> object:
-    """Return everything about a tensor that a check or a choice may read."""
-    if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device
-    return type(argument)
+    check_attend(call)
+    chosen = choose(name, call.q.device.type, lambda backend: backend.cannot_attend(call))
+    proof = AttendProof(call, name, chosen)
+    remember_pages(call.k_pages, call.v_pages, call.kv_scales).remember(call.spec, proof)
+    return proof
 
 
 def write_kv(
@@ -135,13 +133,27 @@ def write_kv(
     Raises:
         TypeError, ValueError: an argument is wrong, or no backend can serve it; nothing was written.
     """
-    call = WriteCall(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    check_write(call)
-    chosen = choose(backend, k_pages.device.type, lambda candidate: candidate.cannot_write(call))
+    pages = known_pages(k_pages, v_pages, kv_scales)
+    proof = None if pages is None else pages.write
+    if proof is None or not proof.covers(k, v, slot_mapping, backend):
+        proof = _write_proof(WriteCall(k, v, k_pages, v_pages, slot_mapping, kv_scales, {}), backend)
     if check:
         check_slots_contents(slot_mapping, k_pages.shape[0], k_pages.shape[2])
-    with _without_gradients():
-        chosen.write(call)
+    call = tuple.__new__(WriteCall, (k, v, k_pages, v_pages, slot_mapping, kv_scales, proof.kept))
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            proof.backend.write(call)
+    else:
+        proof.backend.write(call)
+
+
+def _write_proof(call: WriteCall, name: str | None) -> WriteProof:
+    """Check the call and choose its backend; later calls like it find what this returns."""
+    check_write(call)
+    chosen = choose(name, call.k_pages.device.type, lambda backend: backend.cannot_write(call))
+    proof = WriteProof(call, name, chosen)
+    remember_pages(call.k_pages, call.v_pages, call.kv_scales).write = proof
+    return proof
 
 
 def copy_pages(
@@ -168,5 +180,5 @@ def copy_pages(
     if check:
         check_copies_contents(copies, tensors[0].shape[0])
     if copies.shape[0]:
-        with _without_gradients():
+        with torch.no_grad():
             chosen.copy(tensors, copies)

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from .calls import AttendCall, WriteCall
 
 _MODULES = {
+    "cpu": ".cpu",
     "triton": ".triton",
     "torch": ".gather",
     "reference": ".reference",
 }
 """Module of each backend, in the order in which ``backend=None`` tries them."""
 
-_CHOSEN_ON = {"triton": "cuda"}
+_CHOSEN_ON = {"cpu": "cpu", "triton": "cuda"}
 """Backends that ``backend=None`` tries on one type of device only and loads nowhere else (HIP calls itself cuda)."""
 
 
@@ -32,7 +33,8 @@ class Backend(Protocol):
     """A way to run the operator. Arguments arrive checked for shape, dtype and device agreement.
 
     Each ``cannot_…`` says why this backend cannot serve these arguments ("q must be …, got …"), or None if it can; it
-    reads shapes, dtypes, strides and devices only. The others run, without gradients.
+    reads shapes, dtypes, strides and devices only, and not the number of tokens: its answer stands for calls that
+    differ in nothing else. The others run, without gradients.
     """
 
     def cannot_attend(self, call: AttendCall) -> str | None:

@@ -35,13 +35,14 @@ class AttentionBatch:
         cu_q_lens: int32 or int64 ``[num_sequences + 1]``: running sum of query rows, from 0.
         max_q_len: no sequence has more query rows.
         max_kv_len: no sequence is longer.
+        looks: device and dtypes of the tensors: all that a choice of backend may read of a batch.
         prepared: what backends keep for the step, by keys of their own.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, dtype or device, or a bound is negative.
     """
 
-    __slots__ = ("_lengths", "block_tables", "cu_q_lens", "kv_lens", "max_kv_len", "max_q_len", "prepared")
+    __slots__ = ("_lengths", "block_tables", "cu_q_lens", "kv_lens", "looks", "max_kv_len", "max_q_len", "prepared")
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class AttentionBatch:
         self.cu_q_lens = cu_q_lens
         self.max_q_len = max_q_len
         self.max_kv_len = max_kv_len
+        self.looks = block_tables.device, block_tables.dtype, kv_lens.dtype, cu_q_lens.dtype
         self.prepared: dict[Hashable, Any] = {}
         self._lengths: tuple[list[int], list[int]] | None = None
 

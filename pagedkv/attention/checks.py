@@ -78,11 +78,11 @@ def _require_scales(k_pages: torch.Tensor, kv_scales: Scales | None) -> None:
 
 def check_attend(call: AttendCall) -> None:
     """Check the arguments of `paged_attention`."""
-    q, k_pages, v_pages, batch, spec, kv_scales, out = call
+    q, k_pages, v_pages, batch, spec, kv_scales, out, _ = call
     _require_tensor("q", q, "[total_q, num_q_heads, k_dim]")
     _require_float("q", q)
     _require_pages(k_pages, v_pages, kv_scales)
-    total_q, num_q_heads, k_dim = q.shape
+    _, num_q_heads, k_dim = q.shape
     if k_pages.shape[3] != k_dim:
         raise ValueError(f"q must have the k_dim of k_pages, {k_pages.shape[3]}, got {k_dim}")
     if num_q_heads == 0 or num_q_heads % k_pages.shape[1]:
@@ -97,10 +97,12 @@ def check_attend(call: AttendCall) -> None:
             _require_shape(f"spec.{name}", per_head, [num_q_heads], "[num_q_heads]")
             _require_like(f"spec.{name}", per_head, "q", q)
     if out is not None:
-        _check_out(out, q, [total_q, num_q_heads, v_pages.shape[3]])
+        check_out(out, q, v_pages)
 
 
-def _check_out(out: torch.Tensor, q: torch.Tensor, shape: list[int]) -> None:
+def check_out(out: torch.Tensor, q: torch.Tensor, v_pages: torch.Tensor) -> None:
+    """Check a given output against queries and pages that are right."""
+    shape = [*q.shape[:2], v_pages.shape[3]]
     _require_tensor("out", out, "[total_q, num_q_heads, v_dim]")
     _require_shape("out", out, shape, "[total_q, num_q_heads, v_dim]")
     if out.dtype != q.dtype:
@@ -112,7 +114,7 @@ def _check_out(out: torch.Tensor, q: torch.Tensor, shape: list[int]) -> None:
 
 def check_write(call: WriteCall) -> None:
     """Check the arguments of `write_kv`."""
-    k, v, k_pages, v_pages, slot_mapping, kv_scales = call
+    k, v, k_pages, v_pages, slot_mapping, kv_scales, _ = call
     _require_tensor("k", k, "[total_q, num_kv_heads, k_dim]")
     _require_tensor("v", v, "[total_q, num_kv_heads, v_dim]")
     _require_pages(k_pages, v_pages, kv_scales)

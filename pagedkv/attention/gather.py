@@ -44,7 +44,7 @@ def cannot_attend(call: AttendCall) -> str | None:
 
 def attend(call: AttendCall, out: torch.Tensor) -> None:
     """Run the step's decode groups, then its prefill sequences."""
-    q, k_pages, v_pages, batch, spec, kv_scales, _ = call
+    q, k_pages, v_pages, batch, spec, kv_scales, *_ = call
     fused = (
         spec.softcap is None
         and spec.sink_logits is None

@@ -165,10 +165,10 @@ class Plan:
 
 def plan_for(batch: AttentionBatch, total_q: int, visibility: Visibility) -> Plan:
     """Return the plan that hangs on ``batch``, made on first use (which waits for the device, if there is one)."""
-    plan: Plan | None = batch.prepared.get(visibility)
+    plan: Plan | None = batch.prepared.get((visibility, total_q))
     if plan is None:
         plan = _make_plan(batch, total_q, visibility)
-        batch.prepared[visibility] = plan
+        batch.prepared[visibility, total_q] = plan
     return plan
 
 

@@ -98,7 +98,7 @@ def cannot_write(call: WriteCall) -> None:
 
 def write(call: WriteCall) -> None:
     """Store one token at a time."""
-    k, v, k_pages, v_pages, slot_mapping, kv_scales = call
+    k, v, k_pages, v_pages, slot_mapping, kv_scales, _ = call
     page_size = k_pages.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):
         page, offset = divmod(slot, page_size)

@@ -24,7 +24,7 @@ def cannot_write(call: WriteCall) -> None:
 
 def write(call: WriteCall) -> None:
     """Store all tokens at once, by one `index_copy_` a side where the pages are contiguous."""
-    k, v, k_pages, v_pages, slot_mapping, kv_scales = call
+    k, v, k_pages, v_pages, slot_mapping, kv_scales, _ = call
     num_heads, page_size = k_pages.shape[1:3]
     page_ids = slot_mapping.div(page_size, rounding_mode="floor")
     # (page * heads + head) * size + offset, with slot = page * size + offset.

@@ -7,6 +7,7 @@ groups on the `AttentionBatch`; other backends ignore them, and the answers agre
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
@@ -108,6 +109,27 @@ def share_prefixes(
     return found
 
 
+def find_when_asked(
+    batch: AttentionBatch,
+    page_size: int,
+    *,
+    tables: NDArray[np.int32],
+    kv_lens: NDArray[np.int64],
+    q_lens: NDArray[np.int64],
+    mode: Mode,
+) -> None:
+    """Let `shared_of` find what `share_prefixes` would find now; the arrays must stay as they are for the step."""
+    batch.prepared[KEY] = partial(
+        share_prefixes, batch, page_size, tables=tables, kv_lens=kv_lens, q_lens=q_lens, mode=mode
+    )
+
+
+def shared_of(batch: AttentionBatch) -> SharedPrefixes | None:
+    """Return what is shared in the step, looked for once; None where nothing is, or nobody allowed it."""
+    found: SharedPrefixes | partial[SharedPrefixes | None] | None = batch.prepared.get(KEY)
+    return found() if isinstance(found, partial) else found
+
+
 def find_groups(
     tables: NDArray[np.int32], kv_lens: NDArray[np.int64], q_lens: NDArray[np.int64], page_size: int
 ) -> tuple[Group, ...]:
@@ -124,7 +146,8 @@ def find_groups(
     if rows.size < 2 or np.unique(tables[rows, 0]).size == rows.size:
         return ()
     pages = unit // page_size
-    order = sorted(rows.tolist(), key=lambda row: tables[row, : usable[row] * pages].tolist())
+    ordered = tables.astype(">i4")  # big-endian, so that bytes sort as the numbers do
+    order = sorted(rows.tolist(), key=lambda row: ordered[row, : usable[row] * pages].tobytes())
     shared = [_common(tables[a], tables[b], int(min(usable[a], usable[b])), pages) for a, b in pairwise(order)]
     return tuple(
         Group(tuple(sorted(order[first:last])), length * unit)

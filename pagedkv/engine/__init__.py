@@ -6,8 +6,9 @@ baseline caches are in `pagedkv.engine.baselines`.
 
 from pagedkv.engine.core import EngineCore, Runner
 from pagedkv.engine.engine import Engine
-from pagedkv.engine.outputs import Completion, EngineStats, FinishReason, RequestMetrics, StepOutput
-from pagedkv.engine.request import SamplingParams
+from pagedkv.engine.logprobs import Logprob
+from pagedkv.engine.outputs import Completion, EngineStats, FinishReason, RequestMetrics, Sample, StepOutput
+from pagedkv.engine.params import SamplingParams
 from pagedkv.engine.stream import RequestStream
 from pagedkv.engine.text import TextStream
 
@@ -17,9 +18,11 @@ __all__ = [
     "EngineCore",
     "EngineStats",
     "FinishReason",
+    "Logprob",
     "RequestMetrics",
     "RequestStream",
     "Runner",
+    "Sample",
     "SamplingParams",
     "StepOutput",
     "TextStream",

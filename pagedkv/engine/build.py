@@ -15,6 +15,7 @@ from pagedkv.engine.baselines import ConcatCache, NoCache, StaticCache
 from pagedkv.engine.checks import require_token_ids
 from pagedkv.sizing import parse_memory
 from pagedkv.spec import KVSpec
+from pagedkv.transformers import observe_kv_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +40,8 @@ def load_pretrained(
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise TypeError(f"name_or_path must be a folder or a hub name, was {name_or_path!r:.60}")
     name = os.fspath(name_or_path)
     if _is_path(name) and not (Path(name) / "config.json").is_file():
         what = "a folder without config.json" if Path(name).is_dir() else "no folder"
@@ -80,9 +83,12 @@ def make_backend(
         ValueError: for an unknown name, or a size that the cache has no use for or cannot keep.
     """
     options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or a CacheBackend, was {name!r}")
+    spec = observe_kv_spec(model)
     if name == "paged":
         return PagedKVCache.from_config(
-            model.config,
+            spec,
             memory=memory,
             num_pages=num_pages,
             page_size=page_size,
@@ -91,11 +97,8 @@ def make_backend(
             prefix_cache=prefix_cache,
             **options,
         )
-    if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or a CacheBackend, was {name!r}")
     if num_pages is not None:
         raise ValueError(f"num_pages must be None for backend {name!r}, which has no pages, was {num_pages}")
-    spec = KVSpec.from_config(model.config)
     if name == "none":
         if memory is not None:
             raise ValueError(f"memory must be None for backend 'none', which keeps nothing, was {memory!r}")

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 
+from pagedkv.allocator.tokens import count_of
+
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
     """Return ``value`` as an int from ``low`` to ``high`` (both included; None: no upper bound)."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, was {value!r}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        span = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ValueError(f"{name} must be {span}, was {number}")
-    return number
+    return count_of(value, name, low, high)
+
+
+def require_hashable(name: str, value: object) -> None:
+    """Refuse what cannot be the key of a dict."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be hashable, was {value!r:.60} ({error})") from error
+
+
+def require_bool(name: str, value: object) -> bool:
+    """Return ``value``, True or False and nothing that merely counts as such."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, was {value!r:.60}")
+    return value
 
 
 def require_number(name: str, value: object, low: float, high: float = math.inf) -> float:

@@ -20,26 +20,33 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pagedkv.allocator import OutOfPages
-from pagedkv.engine.checks import require_int, require_number, require_token_ids
-from pagedkv.engine.outputs import EngineStats, StepOutput
-from pagedkv.engine.request import Request, SamplingParams
-from pagedkv.engine.sampler import sample
-from pagedkv.engine.scheduler import Scheduler, longest_fitting
+from pagedkv.engine.beams import BeamSearch
+from pagedkv.engine.checks import require_hashable, require_int, require_number, require_token_ids
+from pagedkv.engine.decoding import Choice, Work, choose, wanted_rows
+from pagedkv.engine.delivery import Delivery
+from pagedkv.engine.door import Door
+from pagedkv.engine.outputs import EngineStats
+from pagedkv.engine.params import MAX_SEED, SamplingParams
+from pagedkv.engine.request import Group, Request
+from pagedkv.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from pagedkv.backend import CacheBackend, StepBatch
-    from pagedkv.engine.outputs import FinishReason
-
-_NO_LIMIT = 2**31
+    from pagedkv.engine.outputs import StepOutput
+    from pagedkv.engine.stops import OutputText
 
 
 class Runner(Protocol):
     """What runs the model."""
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the step's K and V through the cache and return float logits ``[num_sequences, vocab]``."""
+    def forward(self, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Write the step's K and V through the cache and return float logits ``[n, vocab]``.
+
+        Of the tokens ``rows``, int64 ``[n]``, counted over the step; of each sequence's last token where it is None,
+        as it always is without drafts and prompt log-probabilities.
+        """
 
 
 class EngineCore:
@@ -55,7 +62,7 @@ class EngineCore:
         max_step_tokens: the most input tokens in one step, prefill chunks and decode together; at least ``max_batch``.
         watermark: the share of the cache that new requests leave free beside running ones; 0 to below 1.
         growth, max_passes, prefix_page_size: see `Scheduler`.
-        seed: of the seeds that requests without their own draw; None: from the system.
+        seed: of the seeds that requests without their own draw, 0 to 2**64 - 1; None: from the system.
         clock: seconds, for metrics only.
 
     ``add_request`` and ``abort`` may be called from any thread: what they ask for takes effect at the next step.
@@ -88,19 +95,30 @@ class EngineCore:
         require_int("max_passes", max_passes, 0)
         if require_number("watermark", watermark, 0) >= 1:
             raise ValueError(f"watermark must be at least 0 and below 1, was {watermark!r}")
+        if seed is not None:
+            require_int("seed", seed, 0, MAX_SEED)
         self.backend = backend
         self.runner = runner
         self.vocab_size = vocab_size
         self.max_len = max_len
         self.eos_token_ids = frozenset(require_token_ids("eos_token_ids", tuple(eos_token_ids), None))
         self.stats = EngineStats()
-        capacity = backend.room([0]).available
-        self.max_stored = longest_fitting(backend, capacity, max_len or _NO_LIMIT)
+        self._new_text: Callable[[SamplingParams], OutputText] | None = None
+        self._max_step_tokens = max_step_tokens
+        self._door = Door(
+            backend,
+            vocab_size=vocab_size,
+            max_len=max_len,
+            eos_token_ids=self.eos_token_ids,
+            max_batch=max_batch,
+            max_step_tokens=max_step_tokens,
+        )
+        self.max_stored = self._door.max_stored
         self.scheduler = Scheduler(
             backend,
             max_batch=max_batch,
             max_step_tokens=max_step_tokens,
-            watermark=int(watermark * capacity),
+            watermark=int(watermark * self._door.capacity),
             growth=growth,
             max_passes=max_passes,
             prefix_page_size=prefix_page_size,
@@ -109,25 +127,33 @@ class EngineCore:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._stepping = threading.Lock()
-        self._requests: dict[Hashable, Request] = {}
+        self._groups: dict[Hashable, Group] = {}
         self._arrivals = 0
         self._added: deque[Request] = deque()
-        self._aborted: deque[Request] = deque()
-        self._outputs: list[StepOutput] = []
+        self._aborted: deque[Group] = deque()
+        self._delivery = Delivery(self.scheduler, self.stats, self._forget)
+
+    def use_text(self, new_text: Callable[[SamplingParams], OutputText]) -> None:
+        """Give outputs text, and let stop strings end it; ``new_text`` makes an answer's text by its params.
+
+        Called before the first request.
+        """
+        self._new_text = self._delivery.new_text = new_text
+        self._door.has_text = True
 
     @property
     def has_unfinished(self) -> bool:
         """Whether another step has something to do or to tell."""
-        return bool(self._requests or self._outputs)
+        return bool(self._groups or self._delivery.outputs)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not running."""
-        return len(self._requests) - len(self.scheduler.running)
+        """Samples that are not running; a request counts once before they part."""
+        return len(self._added) + len(self.scheduler.waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a sequence in the cache."""
+        """Samples that hold a sequence in the cache."""
         return len(self.scheduler.running)
 
     def add_request(
@@ -139,24 +165,26 @@ class EngineCore:
 
         Raises:
             ValueError, TypeError: if the prompt is empty or holds what is no token id; the id is in use; the params
-                are none; or the request can never fit in the model's context or in the cache. Nothing has changed.
+                are none, or go with another vocabulary; or the request, with all its samples or beams, can never fit
+                in the batch, the model's context or the cache. Nothing has changed.
         """
+        require_hashable("request_id", request_id)
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, was {type(params).__name__}")
-        tokens = require_token_ids("prompt", prompt_ids, self.vocab_size)
-        require_token_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
-        if not tokens:
-            raise ValueError("prompt must hold at least one token, was empty")
-        self._require_fits(len(tokens), params.max_new_tokens)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        tokens, stop_ids = self._door.check(prompt_ids, params)
         with self._lock:
-            if request_id in self._requests:
+            if request_id in self._groups:
                 raise ValueError(f"request_id must not be in use by an unfinished request, was {request_id!r}")
             seed = self._random.getrandbits(64) if params.seed is None else params.seed
-            request = Request(request_id, tokens, params, stop_ids, seed, self._arrivals, self._clock())
+            group = Group(request_id, params, branched=params.n == 1 or params.num_beams > 1)
+            text = None if self._new_text is None else self._new_text(params)
+            request = Request(group, tokens, stop_ids, seed, self._arrivals, self._clock(), text)
+            group.requests.append(request)
+            if params.num_beams > 1:
+                group.beams = BeamSearch(params, stop_ids, request)
+            if params.prompt_logprobs is not None:
+                group.prompt_logprobs = [None]
             self._arrivals += 1
-            self._requests[request_id] = request
+            self._groups[request_id] = group
             self._added.append(request)
 
     def abort(self, request_id: Hashable) -> bool:
@@ -166,13 +194,13 @@ class EngineCore:
         no error: the request may have finished a moment ago.
         """
         with self._lock:
-            request = self._requests.get(request_id)
-            if request is not None:
-                self._aborted.append(request)
-            return request is not None
+            group = self._groups.get(request_id)
+            if group is not None:
+                self._aborted.append(group)
+            return group is not None
 
     def step(self) -> list[StepOutput]:
-        """Run the model once and return what each request got: at most one token each, and who finished.
+        """Run the model once and return what each request got: a token each, more where drafts held, and who finished.
 
         Aborts take effect first, then waiting requests enter, also into places that the last step's finished ones
         left. With nothing to run the model is not called.
@@ -185,10 +213,14 @@ class EngineCore:
         with self._only_one():
             self._receive()
             shares = self.scheduler.schedule()
+            while not shares and self.scheduler.preempt_for_progress():
+                self.stats.preemptions += 1
+                shares = self.scheduler.schedule()
             if shares:
                 self._run(shares)
-            outputs, self._outputs = self._outputs, []
-            return outputs
+            elif self.scheduler.waiting:
+                raise OutOfPages(*self.backend.room(self.scheduler.waiting[0].tokens))
+            return self._delivery.take()
 
     @contextmanager
     def _only_one(self) -> Iterator[None]:
@@ -206,99 +238,97 @@ class EngineCore:
         while self._added:
             self.scheduler.add(self._added.popleft())
         for _ in range(for_abort):
-            request = self._aborted.popleft()
-            if self._requests.get(request.request_id) is request:
-                self.scheduler.remove(request)
-                self._finish(request, (), "abort")
+            group = self._aborted.popleft()
+            if self._groups.get(group.request_id) is group:
+                self._delivery.abort(group, self._clock())
+
+    def _forget(self, group: Group) -> None:
+        with self._lock:
+            del self._groups[group.request_id]
 
     def _run(self, shares: dict[Request, int]) -> None:
-        batch, shares = self._begin(shares)
-        requests = list(shares)
-        complete = [row for row, (request, count) in enumerate(shares.items()) if count == request.pending]
+        started = self._clock()
+        batch, works = self._begin(shares)
+        if batch is None:
+            return
         try:
-            logits = self.runner.forward(batch)
-            tokens = self._sample(logits, requests, complete)
+            choices = choose(self._forward(batch, works), works)
         except BaseException:
             self.backend.abandon_step(batch)
             raise
-        self.backend.end_step(batch)
-        self._count(shares)
-        for row, token in zip(complete, tokens, strict=True):
-            self._append(requests[row], token)
+        drafted = [(work, choice) for work, choice in zip(works, choices, strict=True) if work.draft]
+        # What was drafted and not drawn never stands: a draft of k tokens that brought m has k - m + 1 too many.
+        keep = {work.request.sequence: len(work.fed) - len(work.draft) + len(c.tokens) - 1 for work, c in drafted}
+        self.backend.end_step(batch, keep=keep or None)
+        now = self._clock()
+        self._count(works, choices, started)
+        for work, choice in zip(works, choices, strict=True):
+            self._delivery.deliver(work.request, choice, now)
 
-    def _begin(self, shares: dict[Request, int]) -> tuple[StepBatch, dict[Request, int]]:
-        """Make room for the step, preempting the youngest while there is none."""
+    def _begin(self, shares: dict[Request, int]) -> tuple[StepBatch | None, list[Work]]:
+        """Make room for the step, first by leaving drafts out, then by preempting the youngest while there is none.
+
+        No step is left where only beams run that wait for the preempted one.
+        """
+        works = self._works(shares)
         while True:
-            rows = {
-                request.sequence: request.tokens[request.num_stored : request.num_stored + count]
-                for request, count in shares.items()
-            }
             try:
-                return self.backend.begin_step(rows), shares
+                return self.backend.begin_step({work.request.sequence: work.fed for work in works}), works
             except OutOfPages:
+                if any(work.draft for work in works):
+                    works = self._works(shares, drafts=False)
+                    continue
                 victim = self.scheduler.preempt_youngest()
                 if victim is None:
                     raise
                 self.stats.preemptions += 1
-                shares = {request: count for request, count in shares.items() if request is not victim}
+                shares.pop(victim, None)
+                works = self._works(shares, drafts=False)
+                if not works:
+                    return None, []
 
-    def _sample(self, logits: torch.Tensor, requests: list[Request], rows: list[int]) -> list[int]:
-        expected = (len(requests), logits.shape[-1] if self.vocab_size is None else self.vocab_size)
+    def _works(self, shares: dict[Request, int], *, drafts: bool = True) -> list[Work]:
+        """Lay out what each request feeds. Drafts take what the step's budget has left, so they delay nobody."""
+        spare = self._max_step_tokens - sum(shares.values()) if drafts else 0
+        works = []
+        for request, count in shares.items():
+            fed = request.tokens[request.num_stored : request.num_stored + count]
+            draft = request.draft(spare) if count == request.pending == 1 else []
+            spare -= len(draft)
+            works.append(Work(request, fed + draft, draft))
+        return works
+
+    def _forward(self, batch: StepBatch, works: list[Work]) -> torch.Tensor:
+        rows = wanted_rows(works)
+        if rows is None:
+            logits = self.runner.forward(batch)
+        else:
+            logits = self.runner.forward(batch, torch.tensor(rows, device=batch.input_ids.device))
+        expected = (
+            sum(work.num_rows for work in works),
+            logits.shape[-1] if self.vocab_size is None else self.vocab_size,
+        )
         if tuple(logits.shape) != expected:
             raise ValueError(f"the runner's logits must be {expected}, were {tuple(logits.shape)}")
-        if not rows:
-            return []
-        if len(rows) < len(requests):
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        chosen = [requests[row] for row in rows]
-        return sample(
-            logits,
-            [request.params for request in chosen],
-            [request.seed for request in chosen],
-            [len(request.tokens) for request in chosen],
-        )
+        return logits
 
-    def _count(self, shares: dict[Request, int]) -> None:
+    def _count(self, works: list[Work], choices: list[Choice], started: float) -> None:
         """Note what the committed step has stored and computed."""
         self.stats.steps += 1
-        for request, count in shares.items():
+        for work, choice in zip(works, choices, strict=True):
+            request, count = work.request, len(work.fed)
             start = request.num_stored
             prefill = max(0, min(start + count, request.prefill_end) - start)
             request.prefill_tokens += prefill
             self.stats.prefill_tokens += prefill
             self.stats.decode_tokens += count - prefill
+            if request.admitted_at is None:
+                request.admitted_at = started
+            if work.draft:
+                request.drafted_tokens += len(work.draft)
+                request.accepted_tokens += len(choice.tokens) - 1
+                self.stats.drafted_tokens += len(work.draft)
+                self.stats.accepted_tokens += len(choice.tokens) - 1
             request.note_stored()
             if request.num_stored == start:
                 self.scheduler.chunked = False
-
-    def _append(self, request: Request, token: int) -> None:
-        reason = request.append(token)
-        self.stats.new_tokens += 1
-        if request.first_token_at is None:
-            request.first_token_at = self._clock()
-        if reason is None:
-            self._outputs.append(StepOutput(request.request_id, (token,)))
-        else:
-            self.scheduler.remove(request)
-            self._finish(request, (token,), reason)
-
-    def _finish(self, request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
-        with self._lock:
-            del self._requests[request.request_id]
-        self.stats.cached_tokens += request.cached_tokens or 0
-        self.stats.refound_tokens += request.refound_tokens
-        self.stats.finished[reason] += 1
-        metrics = request.metrics(self._clock())
-        self._outputs.append(StepOutput(request.request_id, token_ids, finish_reason=reason, metrics=metrics))
-
-    def _require_fits(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        total = prompt_tokens + max_new_tokens
-        # The last token generated is never fed back, so it needs no slot.
-        most, why = self.max_stored + 1, "all that the cache can ever hold"
-        if self.max_len is not None and self.max_len <= most:
-            most, why = self.max_len, "the model's context"
-        if total > most:
-            raise ValueError(
-                f"prompt and max_new_tokens must together be at most {most} tokens, {why}, "
-                f"were {prompt_tokens} + {max_new_tokens} = {total}"
-            )

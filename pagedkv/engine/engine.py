@@ -6,27 +6,30 @@ of them; leaves all decisions to `EngineCore` and all arithmetic to the model's 
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.engine.build import find_eos_token_ids, load_pretrained, make_backend
-from pagedkv.engine.checks import require_int
+from pagedkv.engine.checks import require_bool, require_int
 from pagedkv.engine.core import EngineCore
-from pagedkv.engine.request import SamplingParams
+from pagedkv.engine.params import SamplingParams
+from pagedkv.engine.prompts import require_list, require_tokenizer, to_token_ids
+from pagedkv.engine.stops import OutputText
 from pagedkv.engine.stream import RequestStream
-from pagedkv.engine.text import TextStream
 from pagedkv.spec import KVSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable
 
     import torch
 
     from pagedkv.backend import CacheBackend
     from pagedkv.engine.outputs import Completion, EngineStats, StepOutput
+    from pagedkv.engine.prompts import Message
     from pagedkv.engine.text import Tokenizer
 
 DEFAULT_MAX_BATCH = 32
@@ -51,7 +54,9 @@ class Engine:
         max_step_tokens: the most input tokens of one step, prefill chunks and decode together; at least ``max_batch``.
         watermark: the share of the cache that new requests leave free beside running ones, 0 to below 1; by default
             0.01 for pages and 0 for baselines.
-        seed: of the seeds of requests that bring none, for runs that can be repeated; None: from the system.
+        seed: of the seeds of requests that bring none, for runs that can be repeated, 0 to 2**64 - 1; None: from the
+            system.
+        clock: seconds, for metrics only.
         cuda_graphs: as `ModelRunner` takes it.
 
     Requests end at the EOS ids of the model's generation config, else of its tokenizer. ``add_request`` and ``abort``
@@ -76,6 +81,7 @@ class Engine:
         max_step_tokens: int = 1024,
         watermark: float | None = None,
         seed: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         cuda_graphs: bool | None = None,
     ) -> None:
         """Build the cache and the runner, and try the model out on a few tokens."""
@@ -83,6 +89,8 @@ class Engine:
 
         if not hasattr(model, "config"):
             raise TypeError(f"model must be a transformers model, was {type(model).__name__}")
+        require_tokenizer(tokenizer)
+        require_bool("prefix_cache", prefix_cache)
         spec = KVSpec.from_config(model.config)
         context = spec.max_len if max_len is None else require_int("max_len", max_len, 1, spec.max_len)
         if max_batch is not None:
@@ -105,6 +113,7 @@ class Engine:
             cache = backend
             if not hasattr(cache, "begin_step"):
                 raise TypeError(f"backend must be a name or a CacheBackend, was {type(cache).__name__}")
+            _require_made_for(cache, spec, model)
             max_batch = _batch_within(cache, max_batch)
             context = min(context, getattr(cache, "max_len", context))
         paged = cache if isinstance(cache, PagedKVCache) else None
@@ -119,6 +128,7 @@ class Engine:
             watermark=(DEFAULT_WATERMARK if paged else 0.0) if watermark is None else watermark,
             prefix_page_size=paged.page_size if paged and paged.allocator.prefix_cache else None,
             seed=seed,
+            clock=clock,
         )
         if paged:
             paged.allocator.hand_over()  # to the thread that steps
@@ -144,7 +154,8 @@ class Engine:
 
     @classmethod
     def from_core(cls, core: EngineCore, tokenizer: Tokenizer | None = None) -> Self:
-        """Put text and the convenient calls on top of a core with a runner of one's own."""
+        """Put text and the convenient calls on top of a core with a runner of one's own and no requests yet."""
+        require_tokenizer(tokenizer)
         engine = cls.__new__(cls)
         engine._assemble(core, tokenizer)
         return engine
@@ -153,7 +164,8 @@ class Engine:
         self.core = core
         self.backend = core.backend
         self.tokenizer = tokenizer
-        self._texts: dict[Hashable, TextStream] = {}
+        if tokenizer is not None:
+            core.use_text(lambda params: OutputText(tokenizer, params.stop))
         self._outputs: deque[StepOutput] = deque()
         self._boxes: dict[Hashable, deque[StepOutput]] = {}
         self._num_private = 0
@@ -169,21 +181,28 @@ class Engine:
         return bool(self._outputs) or self.core.has_unfinished
 
     def add_request(
-        self, request_id: Hashable, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self,
+        request_id: Hashable,
+        prompt: str | Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
     ) -> None:
         """Queue a request; it enters at the next step that has room for it.
 
-        ``prompt`` is text, or token ids as a list or a 1-D integer array or tensor. ``request_id`` may be used again
-        once its request has finished. ``params`` are `SamplingParams()` by default.
+        ``prompt`` is text, or token ids as a list or a 1-D integer array or tensor; ``messages`` instead are a chat,
+        which the tokenizer's template turns into a prompt. ``request_id`` may be used again once its request has
+        finished. ``params`` are `SamplingParams()` by default.
 
         Raises:
             ValueError, TypeError: for an empty prompt, ids that are no tokens of the model, text without a tokenizer,
-                an id in use, or a request that can never fit in the context or the cache; nothing has changed.
+                a chat without a template, an id in use, or a request that can never fit in the batch, the context or
+                the cache; nothing has changed.
         """
-        self.core.add_request(request_id, self._token_ids(prompt), params)
+        self.core.add_request(request_id, to_token_ids(self.tokenizer, prompt, messages), params)
 
     def step(self) -> list[StepOutput]:
-        """Run the model once and return what each request got: at most one token each, and who finished.
+        """Run the model once and return what each request got: a token each, more where drafts held, and who finished.
 
         Where `generate` or `stream` has stepped meanwhile and other requests got outputs, those come first, without a
         new step.
@@ -199,33 +218,45 @@ class Engine:
         return self.core.abort(request_id)
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        messages: Sequence[Sequence[Message]] | None = None,
     ) -> list[Completion]:
-        """Serve ``prompts`` to their ends and return their completions in the same order.
+        """Serve ``prompts``, or the chats ``messages``, to their ends; return their completions in the same order.
 
         ``params`` are one for all, or one each. Other requests go on meanwhile. If a prompt is refused, or the model
         raises, all of them are aborted at the next step.
         """
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
-            raise TypeError(f"prompts must be a list of prompts, was one prompt: {prompts!r:.60}")
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"params must be one, or one for each of {len(prompts)} prompts, were {len(each)}")
+        if messages is not None and prompts is None:
+            given = [(None, chat) for chat in require_list("messages", messages)]
+        elif messages is None:
+            given = [(prompt, None) for prompt in require_list("prompts", prompts)]
+        else:
+            raise TypeError("prompts or messages must be given, and not both, was both")
+        each = _one_each(params, len(given))
         streams: list[RequestStream] = []
         try:
-            for prompt, own in zip(prompts, each, strict=True):
-                streams.append(self.stream(prompt, own))
+            for (prompt, chat), own in zip(given, each, strict=True):
+                streams.append(self.stream(prompt, own, messages=chat))
             return [stream.completion() for stream in streams]
         finally:
             for stream in streams:
                 stream.close()
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> RequestStream:
+    def stream(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+    ) -> RequestStream:
         """Queue one request and return an iterator over its step outputs, which steps the engine as needed.
 
         Closing it early, or dropping it, aborts the request at the next step.
         """
-        tokens = self._token_ids(prompt)
+        tokens = to_token_ids(self.tokenizer, prompt, messages)
         self._num_private += 1
         request_id = ("stream", self._num_private, object())  # nobody else can have this id
         box: deque[StepOutput] = deque()
@@ -243,34 +274,35 @@ class Engine:
         if not self.core.abort(request_id):
             del self._boxes[request_id]
 
-    def _token_ids(self, prompt: Any) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt  # type: ignore[no-any-return]  # the core checks it
-        if self.tokenizer is None:
-            raise ValueError(f"prompt must be token ids for an engine without a tokenizer, was text: {prompt!r:.60}")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt must be text that UTF-8 can hold, was {prompt!r:.60}") from error
-        return self.tokenizer.encode(prompt)
-
     def _advance(self) -> None:
-        """Step the core once and hand its outputs, with their text, to whom they belong."""
+        """Step the core once and hand its outputs to whom they belong."""
         for output in self.core.step():
-            box = self._boxes.get(output.request_id, self._outputs)
-            box.append(output if self.tokenizer is None else self._with_text(output, self.tokenizer))
-            if output.finished:
+            self._boxes.get(output.request_id, self._outputs).append(output)
+            if output.ends_request:
                 self._boxes.pop(output.request_id, None)
 
-    def _with_text(self, output: StepOutput, tokenizer: Tokenizer) -> StepOutput:
-        text = self._texts.setdefault(output.request_id, TextStream(tokenizer))
-        # A request that stops does so by its last token, which is no part of the text.
-        shown = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
-        piece = text.push(shown)
-        if output.finished:
-            piece += text.finish()
-            del self._texts[output.request_id]
-        return replace(output, text=piece)
+
+def _one_each(params: Any, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise TypeError(f"params must be SamplingParams or a list of them, was {type(params).__name__}")
+    if len(params) != count:
+        raise ValueError(f"params must be one, or one for each of {count} prompts, were {len(params)}")
+    return list(params)
+
+
+def _require_made_for(cache: Any, spec: KVSpec, model: Any) -> None:
+    """Refuse a cache of another model's layers or dtype, where it says for which it was made."""
+    own: KVSpec | None = getattr(cache, "spec", None)
+    if own is not None and own.layers != spec.layers:
+        raise ValueError(
+            f"backend must be made for the model's {spec.num_layers} layers, {spec.layers[0]} first; "
+            f"was made for {own.num_layers}, {own.layers[0]} first"
+        )
+    dtype = getattr(cache, "dtype", model.dtype)
+    if dtype != model.dtype:
+        raise ValueError(f"backend must be of the model's dtype, {model.dtype}, was {dtype}")
 
 
 def _batch_within(cache: CacheBackend, max_batch: int | None) -> int:

@@ -1,87 +1,75 @@
 """A request: what its caller asked for, and how far the engine has come with it.
 
 Takes a prompt as token ids and `SamplingParams`; holds state for the scheduler and the step loop; refuses to decide
-anything.
+anything. A caller's request is a `Group` of one `Request` per sample or beam, each with a sequence of its own.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pagedkv.engine.checks import require_int, require_number, require_token_ids
+from pagedkv.engine.drafts import PromptLookup
 from pagedkv.engine.outputs import FinishReason, RequestMetrics
+from pagedkv.engine.params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from pagedkv.backend import CacheSequence
+    from pagedkv.engine.beams import BeamSearch
+    from pagedkv.engine.logprobs import Logprob
+    from pagedkv.engine.stops import OutputText
 
-MAX_SEED = 2**64 - 1
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How one request's tokens are chosen and when it ends. Checked at construction.
+@dataclass(eq=False, slots=True)
+class Group:
+    """What its caller knows as one request.
 
     Attributes:
-        temperature: logits are divided by it; 0 is greedy: the lowest id among the largest logits. Finite, at least 0.
-        top_p: keep the smallest set of most likely tokens whose probability reaches it (after temperature), at least
-            the top one; 1 turns the filter off. 0 to 1.
-        max_new_tokens: the most tokens to generate, at least 1.
-        seed: 0 to 2**64 - 1; the same seed, prompt and model give the same tokens, whatever else runs. None: the
-            engine draws one.
-        stop_token_ids: tokens that end the request, besides the engine's EOS ids.
-        ignore_eos: go on past EOS; ``stop_token_ids`` still end the request.
-
-    Raises:
-        ValueError, TypeError: for values outside these ranges and types.
+        requests: its unfinished samples or beams; one until the prompt is computed.
+        beams: the beam search that they belong to.
+        prompt_logprobs: of the prompt's first tokens so far, None for the very first, which nothing predicts; None
+            where nobody asked.
+        branched: whether the samples have parted.
+        told: whether the prompt's log-probabilities have been given out.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_new_tokens: int = 128
-    seed: int | None = None
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        """Check every field and keep it in its plain type."""
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, was {self.ignore_eos!r}")
-        checked = {
-            "temperature": require_number("temperature", self.temperature, 0),
-            "top_p": require_number("top_p", self.top_p, 0, 1),
-            "max_new_tokens": require_int("max_new_tokens", self.max_new_tokens, 1),
-            "seed": None if self.seed is None else require_int("seed", self.seed, 0, MAX_SEED),
-            "stop_token_ids": tuple(require_token_ids("stop_token_ids", self.stop_token_ids, None)),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+    request_id: Hashable
+    params: SamplingParams
+    requests: list[Request] = field(default_factory=list)
+    beams: BeamSearch | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
+    branched: bool = False
+    told: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request's state. Two requests are equal only if they are the same object.
+    """One sample's or beam's state. Two requests are equal only if they are the same object.
 
     Attributes:
         tokens: prompt and generated tokens so far.
         stop_ids: the tokens that end it.
         seed: the one it draws with, its own or the engine's choice.
         arrival: its place in the order of arrival.
+        index: its number among the samples.
         sequence: its KV while it runs; None while it waits.
         num_stored: the sequence's ``num_tokens`` between steps, kept here because it is asked ten times a step.
         prefill_end: where its current prefill ends: the length of ``tokens`` when it was admitted.
         passed: how many younger requests were admitted while this one waited for pages.
+        token_times: the engine's clock at each generated token.
     """
 
-    request_id: Hashable
+    group: Group
     tokens: list[int]
-    params: SamplingParams
     stop_ids: frozenset[int]
     seed: int
     arrival: int
     arrived_at: float
+    text: OutputText | None = None
+    index: int = 0
     prompt_tokens: int = field(init=False)
     sequence: CacheSequence | None = None
     num_stored: int = 0
@@ -91,15 +79,32 @@ class Request:
     cached_tokens: int | None = None
     refound_tokens: int = 0
     prefill_tokens: int = 0
-    first_token_at: float | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    admitted_at: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    _lookup: PromptLookup | None = None
 
     def __post_init__(self) -> None:
         """Remember where the prompt ends."""
         self.prompt_tokens = len(self.tokens)
 
     @property
+    def request_id(self) -> Hashable:
+        """The caller's."""
+        return self.group.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the caller asked for."""
+        return self.group.params
+
+    @property
     def pending(self) -> int:
-        """Tokens known but not stored: the input still to be fed. 1 for a request that decodes."""
+        """Tokens known but not stored: the input still to be fed. 1 for a request that decodes.
+
+        0 for a beam that waits for the others of its search.
+        """
         return len(self.tokens) - self.num_stored
 
     @property
@@ -112,14 +117,61 @@ class Request:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing."""
+        known = self.group.prompt_logprobs
+        return known is not None and len(known) < self.prompt_tokens
+
+    @property
+    def most_cached(self) -> int | None:
+        """The most tokens that may be taken from the prefix cache; None: any number."""
+        known = self.group.prompt_logprobs
+        return len(known) - 1 if known is not None and len(known) < self.prompt_tokens else None
+
+    @property
+    def seeds(self) -> list[int]:
+        """What its next token is drawn with; a seed for each sample where all of them still stand in it."""
+        if self.group.branched:
+            return [self.seed]
+        return [(self.seed + index) & MAX_SEED for index in range(self.params.n)]
+
+    def banned(self, drafted: int = 0) -> Sequence[int] | frozenset[int]:
+        """Return the tokens that may not come after ``drafted`` more ones: what would end it too early."""
+        return self.stop_ids if self.new_tokens + drafted < self.params.min_new_tokens else ()
+
+    def draft(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens that may come next, guessed from its own text."""
+        most = min(most, self.params.draft_tokens, self.params.max_new_tokens - self.new_tokens - 1)
+        if most < 1 or not self.new_tokens:
+            return []
+        if self._lookup is None:
+            self._lookup = PromptLookup()
+        return self._lookup.draft(self.tokens, most)
+
+    def branch(self) -> Request:
+        """Return a second request with the same text so far and no sequence; it joins the group."""
+        twin = copy.copy(self)
+        twin.tokens, twin.token_times = list(self.tokens), list(self.token_times)
+        twin.sequence, twin.text, twin._lookup = None, None, None
+        twin.num_stored = twin.passed = twin.preemptions = 0
+        twin.cached_tokens = twin.refound_tokens = twin.prefill_tokens = 0
+        twin.drafted_tokens = twin.accepted_tokens = 0
+        self.group.requests.append(twin)
+        return twin
+
     def note_stored(self) -> None:
         """Ask the sequence how far it has come."""
         self.num_stored = 0 if self.sequence is None else self.sequence.num_tokens
 
-    def append(self, token: int) -> FinishReason | None:
-        """Take a generated token; say whether it is the last and why."""
+    def append(self, token: int, now: float) -> FinishReason | None:
+        """Take a token generated at ``now``; say whether it is the last and why."""
         self.tokens.append(token)
+        self.token_times.append(now)
         if token in self.stop_ids:
+            return "stop"  # a stop token is no part of the text
+        armed = self.new_tokens >= self.params.min_new_tokens
+        if self.text is not None and self.text.push(token, armed=armed):
             return "stop"
         return "length" if self.new_tokens == self.params.max_new_tokens else None
 
@@ -132,7 +184,10 @@ class Request:
             refound_tokens=self.refound_tokens,
             prefill_tokens=self.prefill_tokens,
             preemptions=self.preemptions,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             arrived_at=self.arrived_at,
-            first_token_at=self.first_token_at,
+            admitted_at=self.admitted_at,
+            token_times=tuple(self.token_times),
             finished_at=now,
         )

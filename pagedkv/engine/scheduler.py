@@ -26,7 +26,10 @@ never preempted.
 from __future__ import annotations
 
 from bisect import insort
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from pagedkv.allocator import OutOfPages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +98,7 @@ class Scheduler:
         budget = self._max_step_tokens
         for decoding in (True, False):
             for request in self.running:
-                if (request.pending == 1) == decoding and budget > 0:
+                if request.pending and (request.pending == 1) == decoding and budget > 0:
                     budget -= self._share(request, budget, shares)
         self._admit(shares, budget)
         return {request: shares[request] for request in self.running if request in shares}
@@ -110,6 +113,30 @@ class Scheduler:
         self.add(request)
         return request
 
+    def branch(self, request: Request) -> Request:
+        """Return a second request at the same place of the same text; it shares the first one's pages by fork.
+
+        Where there is no place or no memory for it now, it waits its turn and finds what is stored by then.
+        """
+        twin = request.branch()
+        if request.sequence is not None and len(self.running) < self._max_batch:
+            with suppress(OutOfPages):
+                twin.sequence = request.sequence.fork()
+        if twin.sequence is None:
+            self.add(twin)
+        else:
+            self.running.insert(self._place(twin), twin)
+            twin.note_stored()
+        return twin
+
+    def preempt_for_progress(self) -> bool:
+        """Let the youngest give way where nobody running can go on and somebody waits; say whether one did.
+
+        Beams of a search wait for each other: two searches could hold what the other's missing beam needs.
+        """
+        stuck = self.waiting and not any(request.pending for request in self.running)
+        return bool(stuck) and self.preempt_youngest() is not None
+
     def _share(self, request: Request, budget: int, shares: dict[Request, int]) -> int:
         """Give a request its share of the step; return what that takes of the budget."""
         if not self.chunked:
@@ -121,7 +148,7 @@ class Scheduler:
     def _admit(self, shares: dict[Request, int], budget: int) -> None:
         blocked: list[Request] = []
         for request in tuple(self.waiting):
-            if budget <= 0 or len(self.running) == self._max_batch or len(blocked) == _MOST_BLOCKED:
+            if budget <= 0 or len(self.running) >= self._max_batch or len(blocked) == _MOST_BLOCKED:
                 break
             if any(elder.passed >= self._max_passes for elder in blocked):
                 break
@@ -137,15 +164,19 @@ class Scheduler:
 
     def _enter(self, request: Request) -> None:
         sequence = self._backend.open(request.tokens)
+        cached, most = sequence.num_cached_tokens, request.most_cached
+        if most is not None and sequence.num_tokens > most:
+            sequence.truncate(most)
+            cached = most
         self.waiting.remove(request)
         self.running.insert(self._place(request), request)
         request.sequence = sequence
         request.note_stored()
         request.prefill_end = len(request.tokens)
         if request.cached_tokens is None:
-            request.cached_tokens = sequence.num_cached_tokens
+            request.cached_tokens = cached
         else:
-            request.refound_tokens += sequence.num_cached_tokens
+            request.refound_tokens += cached
 
     def _place(self, request: Request) -> int:
         """Return where it stands in seniority: by arrival, but never before one that came back from preemption."""
@@ -162,18 +193,23 @@ class Scheduler:
         if request.preemptions:
             return self._fits_to_the_end(request, self.running[: self._place(request)])
         growth = min(self._growth, request.remaining - request.pending)
-        needed, available = self._backend.room(request.tokens, growth=growth)
-        claimed = sum(_needed(other, other.pending) for other in self.running)
+        needed, available = self._backend.room(request.tokens, growth=growth, chunk=self._max_step_tokens)
+        claimed = sum(self._needed(other, other.pending) for other in self.running)
         return needed + claimed + self._watermark <= available
 
     def _fits_to_the_end(self, request: Request, elders: Sequence[Request]) -> bool:
-        needed, available = self._backend.room(request.tokens, growth=request.remaining - request.pending)
-        return needed + sum(_needed(elder, elder.remaining) for elder in elders) <= available
+        growth = request.remaining - request.pending
+        needed, available = self._backend.room(request.tokens, growth=growth, chunk=self._max_step_tokens)
+        return needed + sum(self._needed(elder, elder.remaining) for elder in elders) <= available
+
+    def _needed(self, request: Request, tokens: int) -> int:
+        """Return the pages that so many more tokens of a running request would take."""
+        return 0 if request.sequence is None else request.sequence.room(tokens, chunk=self._max_step_tokens).needed
 
     def _prefix_is_coming(self, request: Request) -> bool:
         """Whether an elder's prefill is about to store a full page that ``request`` could share."""
         page = self._prefix_page_size
-        if page is None:
+        if page is None or request.most_cached is not None:
             return False
         for elder in self.running:
             stored = elder.num_stored
@@ -185,8 +221,10 @@ class Scheduler:
         return False
 
 
-def longest_fitting(backend: CacheBackend, capacity: int, limit: int) -> int:
+def longest_fitting(backend: CacheBackend, capacity: int, limit: int, chunk: int) -> int:
     """Return the most tokens, up to ``limit``, that one sequence could store in a cache of ``capacity``.
+
+    ``chunk`` is the most tokens of one step.
 
     Measured once, by bisection, so that `EngineCore.add_request` needs not touch the cache from another thread. One
     token is always left to compute, so a one-token prompt has no prefix hits and ``room`` tells the cold price.
@@ -194,7 +232,7 @@ def longest_fitting(backend: CacheBackend, capacity: int, limit: int) -> int:
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if backend.room([0], growth=middle - 1).needed <= capacity:
+        if backend.room([0], growth=middle - 1, chunk=chunk).needed <= capacity:
             low = middle
         else:
             high = middle - 1
@@ -203,11 +241,6 @@ def longest_fitting(backend: CacheBackend, capacity: int, limit: int) -> int:
 
 def _arrival(request: Request) -> int:
     return request.arrival
-
-
-def _needed(request: Request, tokens: int) -> int:
-    """Return the pages that so many more tokens of a running request would take."""
-    return 0 if request.sequence is None else request.sequence.room(tokens).needed
 
 
 def _close(request: Request) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from pagedkv.engine.outputs import Completion, StepOutput
+from pagedkv.engine.outputs import Completion, Sample, StepOutput
 
 if TYPE_CHECKING:
     from collections import deque
@@ -42,7 +42,7 @@ class RequestStream:
         while not self._box:
             self._advance()
         output = self._box.popleft()
-        self._ended = output.finished
+        self._ended = output.ends_request
         return output
 
     def __enter__(self) -> Self:
@@ -61,14 +61,27 @@ class RequestStream:
             self._forget(self.request_id)
 
     def completion(self) -> Completion:
-        """Read on to the end and return the outputs read by this call, joined."""
-        tokens: list[int] = []
-        pieces: list[str] = []
+        """Read on to the end and return the outputs read by this call, joined sample by sample."""
+        read: dict[int, list[StepOutput]] = {}
+        prompt_logprobs = None
         for output in self:
-            tokens += output.token_ids
-            pieces.append(output.text)
-            if output.finish_reason is not None and output.metrics is not None:
-                return Completion(
-                    self.prompt_token_ids, tuple(tokens), "".join(pieces), output.finish_reason, output.metrics
-                )
-        raise RuntimeError("completion must be called before the stream has ended")
+            read.setdefault(output.index, []).append(output)
+            prompt_logprobs = prompt_logprobs or output.prompt_logprobs
+        if not read:
+            raise RuntimeError("completion must be called before the stream has ended")
+        samples = tuple(_joined(read[index]) for index in sorted(read) if read[index][-1].finished)
+        return Completion(self.prompt_token_ids, samples, prompt_logprobs)
+
+
+def _joined(outputs: list[StepOutput]) -> Sample:
+    last = outputs[-1]
+    if last.finish_reason is None or last.metrics is None:
+        raise RuntimeError("the stream must have been read to its end")
+    return Sample(
+        tuple(token for output in outputs for token in output.token_ids),
+        "".join(output.text for output in outputs),
+        last.finish_reason,
+        last.metrics,
+        tuple(found for output in outputs for found in output.logprobs),
+        last.score,
+    )

@@ -9,6 +9,9 @@ from pagedkv.transformers.versions import require_supported
 
 require_supported()
 
-from pagedkv.transformers.runner import ModelRunner  # noqa: E402  (after the check, for a clear message)
+# After the check, for a clear message.
+from pagedkv.transformers.observe import observe_kv_spec  # noqa: E402
+from pagedkv.transformers.paged_cache import PagedCache  # noqa: E402
+from pagedkv.transformers.runner import ModelRunner  # noqa: E402
 
-__all__ = ["ModelRunner", "UnsupportedModel"]
+__all__ = ["ModelRunner", "PagedCache", "UnsupportedModel", "observe_kv_spec"]

@@ -6,19 +6,19 @@ ragged step. It knows no memory: where K and V go is the store's.
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pagedkv.spec import KVSpec, UnsupportedModel
-from pagedkv.transformers.hook import IMPLEMENTATION, RaggedCache, active, implementation
+from pagedkv.spec import UnsupportedModel
+from pagedkv.transformers.hook import IMPLEMENTATION, active, implementation
+from pagedkv.transformers.observe import cache_keyword, observe_kv_spec
+from pagedkv.transformers.ragged_cache import RaggedCache
 
 if TYPE_CHECKING:
-    from pagedkv.attention import LayerSpec
     from pagedkv.backend import StepBatch
-    from pagedkv.transformers.hook import LayerStore
+    from pagedkv.transformers.ragged_cache import LayerRoutes, LayerStore
 
 
 class RaggedForward:
@@ -36,14 +36,14 @@ class RaggedForward:
         if model.training:
             raise ValueError("model must be in eval mode (model.eval()), was in training mode")
         self.model = model
-        self.spec = KVSpec.from_config(model.config)
-        self._cache_keyword = _cache_keyword(model)
+        self._cache_keyword = cache_keyword(model)
+        self.spec = observe_kv_spec(model)
         modules = [getattr(module, "config", None) for module in model.modules()]
         self._configs = list({id(one): one for one in modules if isinstance(one, PreTrainedConfig)}.values())
 
     @torch.inference_mode()
-    def __call__(self, cache: RaggedCache) -> torch.Tensor:
-        """Run the step of ``cache``; return float32 logits ``[num_sequences, vocab]`` of each last token.
+    def __call__(self, cache: RaggedCache, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the step of ``cache``; return float32 logits ``[n, vocab]`` of the tokens ``rows``, or of each last one.
 
         Raises:
             UnsupportedModel: if a layer says something that the cache cannot honour; K and V of the step may be
@@ -55,11 +55,11 @@ class RaggedForward:
                 input_ids=batch.input_ids.unsqueeze(0),
                 position_ids=batch.position_ids.unsqueeze(0),
                 use_cache=True,
-                logits_to_keep=batch.last_rows,
+                logits_to_keep=batch.last_rows if rows is None else rows,
                 **{self._cache_keyword: cache},
             )
-        if cache.written != cache.attended:
-            layers = sorted(cache.written ^ cache.attended)
+        if set(cache.written) != cache.attended:
+            layers = sorted(cache.attended ^ set(cache.written))
             raise UnsupportedModel(
                 f"{type(self.model).__name__} stores K and V of layers {layers} but attends to them past the "
                 f"attention interface"
@@ -71,26 +71,12 @@ class RaggedForward:
         """Return float32 logits ``[len(tokens), vocab]`` of one sequence by the library's eager attention."""
         with implementation(self._configs, "eager"):
             ids = torch.tensor([tokens], device=self.model.device)
-            return _logits(self.model(input_ids=ids, use_cache=False))[0].float()
+            positions = torch.arange(len(tokens), device=self.model.device).unsqueeze(0)
+            return _logits(self.model(input_ids=ids, position_ids=positions, use_cache=False))[0].float()
 
-    def cache(
-        self, store: LayerStore, batch: StepBatch, specs: dict[int, LayerSpec], *, learning: bool = False
-    ) -> RaggedCache:
+    def cache(self, store: LayerStore, batch: StepBatch, routes: LayerRoutes, *, learning: bool = False) -> RaggedCache:
         """Return the cache object of one step."""
-        return RaggedCache(self.spec, store, batch, specs, learning=learning)
-
-
-def _cache_keyword(model: PreTrainedModel) -> str:
-    """Return the name by which the model's forward takes a cache: it differs between versions of transformers."""
-    parameters = inspect.signature(model.forward).parameters
-    name = type(model).__name__
-    for wanted in ("input_ids", "position_ids", "logits_to_keep"):
-        if wanted not in parameters:
-            raise UnsupportedModel(f"{name}.forward must take {wanted!r}, takes {', '.join(parameters)}")
-    for keyword in ("cache", "past_key_values"):
-        if keyword in parameters:
-            return keyword
-    raise UnsupportedModel(f"{name}.forward must take a cache, takes {', '.join(parameters)}")
+        return RaggedCache(self.spec, store, batch, routes, learning=learning)
 
 
 def _logits(output: Any) -> torch.Tensor:

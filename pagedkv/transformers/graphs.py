@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from pagedkv.transformers.ragged_cache import LayerStore
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagedkv.attention import LayerSpec
     from pagedkv.backend import StepBatch
     from pagedkv.transformers.forward import RaggedForward
+    from pagedkv.transformers.ragged_cache import LayerRoutes
 
     Capture: TypeAlias = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 
@@ -27,20 +29,14 @@ _STEP = 8
 
 
 @runtime_checkable
-class PaddingBackend(Protocol):
+class PaddingBackend(LayerStore, Protocol):
     """A cache backend whose decode steps can be padded, in memory that stays where it is."""
+
+    def can_pad(self, batch: StepBatch) -> bool:
+        """Whether `pad_step` takes the step: one token of each sequence, known by its id; layers on one device."""
 
     def pad_step(self, batch: StepBatch, rows: int) -> StepBatch:
         """Return the step in flight as one of ``rows`` rows; ``write`` and ``attend`` take it in the step's place."""
-
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: StepBatch) -> None:
-        """Store K and V of the step."""
-
-    def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Attend to all that is stored."""
-
-    def bind_layer(self, layer: int, spec: LayerSpec) -> None:
-        """Say how a layer attends."""
 
 
 def padded_rows(rows: int) -> int:
@@ -54,7 +50,7 @@ class DecodeGraphs:
     Args:
         forward: the model.
         backend: where K and V go; its padded steps must keep their addresses.
-        layer_specs: how each layer attends.
+        routes: how each layer attends; none may be gathered.
         capture: makes a function that computes again what the given one computes, on the same memory; by default
             `capture_cuda`.
     """
@@ -63,18 +59,18 @@ class DecodeGraphs:
         self,
         forward: RaggedForward,
         backend: PaddingBackend,
-        layer_specs: dict[int, LayerSpec],
+        routes: LayerRoutes,
         capture: Capture | None = None,
     ) -> None:
         self._forward = forward
         self._backend = backend
-        self._layer_specs = layer_specs
+        self._routes = routes
         self._capture = capture_cuda if capture is None else capture
         self._replays: dict[int, Callable[[], torch.Tensor]] = {}
 
     def serves(self, batch: StepBatch) -> bool:
-        """Whether the step is pure decode and not too large."""
-        return len(batch.q_lens) <= LARGEST and all(length == 1 for length in batch.q_lens)
+        """Whether the step is pure decode that the backend can pad, and not too large."""
+        return len(batch.q_lens) <= LARGEST and self._backend.can_pad(batch)
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return float32 logits ``[num_sequences, vocab]`` of a step that `serves`; they are the caller's to keep.
@@ -87,7 +83,7 @@ class DecodeGraphs:
         if rows not in self._replays:
 
             def step() -> torch.Tensor:
-                return self._forward(self._forward.cache(self._backend, padded, self._layer_specs))
+                return self._forward(self._forward.cache(self._backend, padded, self._routes))
 
             try:
                 self._replays[rows] = self._capture(step)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pagedkv.attention import AttentionBatch, LayerSpec, paged_attention, write_kv
 from pagedkv.backend import StepBatch
 from pagedkv.spec import UnsupportedModel
+from pagedkv.transformers.ragged_cache import LayerRoutes
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pagedkv.spec import KVSpec
     from pagedkv.transformers.forward import RaggedForward
 
@@ -65,13 +69,24 @@ class ProbeStore:
         attention = AttentionBatch(tables, kv_lens, cu_q_lens, *self._longest)
         return paged_attention(q, *self._pages[layer], attention, self._specs[layer], backend="reference")
 
+    def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of both sequences, one after the other, ``[total_kv, num_kv_heads, dim]``."""
+        k_pages, v_pages = self._pages[layer]
+        lengths = list(enumerate(self._attention[0].tolist(), start=1))
+        k, v = (torch.cat([pages[page, :, :end] for page, end in lengths], dim=1) for pages in (k_pages, v_pages))
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    def held_positions(self, layer: int, batch: StepBatch) -> list[NDArray[np.int64]]:
+        """Return all positions of both sequences."""
+        return [np.arange(end) for end in self._attention[0].tolist()]
+
 
 def _pages_like(states: torch.Tensor) -> torch.Tensor:
     _, num_heads, dim = states.shape
     return states.new_zeros(len(_STEPS[0]) + 1, num_heads, _PAGE_SIZE, dim)
 
 
-def learn_layers(forward: RaggedForward) -> dict[int, LayerSpec]:
+def learn_layers(forward: RaggedForward) -> LayerRoutes:
     """Return how each layer that attends does so, after the model has proved that it can be routed.
 
     Random number generators are as before.
@@ -84,12 +99,13 @@ def learn_layers(forward: RaggedForward) -> dict[int, LayerSpec]:
         texts = _texts(forward.spec)
         expected = [forward.stock(text) for text in texts]
         store = ProbeStore(forward.spec)
-        specs: dict[int, LayerSpec] = {}
+        gathered = {index for index, layer in enumerate(forward.spec.layers) if layer.chunked}
+        routes = LayerRoutes(gathered=gathered)
         starts = [0] * len(texts)
         for counts in _STEPS:
             rows = [text[start : start + n] for text, start, n in zip(texts, starts, counts, strict=True)]
             batch = store.begin_step(rows, starts, device)
-            cache = forward.cache(store, batch, specs, learning=True)
+            cache = forward.cache(store, batch, routes, learning=True)
             try:
                 logits = forward(cache)
             except (UnsupportedModel, torch.OutOfMemoryError):
@@ -97,12 +113,12 @@ def learn_layers(forward: RaggedForward) -> dict[int, LayerSpec]:
             except Exception as error:
                 name = type(forward.model).__name__
                 raise UnsupportedModel(f"{name} fails on a ragged step: {type(error).__name__}: {error}") from error
-            _require_layers(forward, cache.written, cache.mask_windows)
+            _require_layers(forward, set(cache.written), cache.mask_windows)
             starts = [start + n for start, n in zip(starts, counts, strict=True)]
             _require_equal(
                 forward, logits, torch.stack([one[end - 1] for one, end in zip(expected, starts, strict=True)])
             )
-    return specs
+    return routes
 
 
 def _texts(spec: KVSpec) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """ModelRunner: one ragged step of a batch engine through any transformers decoder.
 
-Takes a model and a cache backend, gives the logits of each sequence's last token, and refuses at construction a
-model whose attention cannot be routed through the cache. It knows no requests and no memory.
+Takes a model and a cache backend, gives the logits of each sequence's last token or of those wanted, and refuses at
+construction a model whose attention cannot be routed through the cache. It knows no requests and no memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class ModelRunner:
         model: a causal language model in eval mode.
         backend: where K and V go.
         cuda_graphs: replay decode steps as captured CUDA graphs, one per padded batch size (`DecodeGraphs`); by
-            default where the model is on a GPU and the backend can pad a step.
+            default where the model is on a GPU, no layer is gathered and the backend can pad a step.
 
     Attributes:
         spec: what the model stores per token (`KVSpec`).
         layer_specs: how each layer attends, by number.
+        gathered_layers: the layers that attend to something else than they store (latents expanded afterwards, say) or
+            within chunks. They are handed their histories at each step, which costs a gather.
 
     Raises:
         TypeError: if ``model`` is no transformers model.
@@ -48,28 +50,44 @@ class ModelRunner:
         self.model = model
         self.backend = backend
         self.spec = self._forward.spec
-        self.layer_specs = learn_layers(self._forward)
+        self._routes = learn_layers(self._forward)
+        self.layer_specs = self._routes.specs
+        self.gathered_layers = frozenset(self._routes.gathered)
         for layer, spec in sorted(self.layer_specs.items()):
-            backend.bind_layer(layer, spec)
-        on_gpu, pads = model.device.type == "cuda", isinstance(backend, PaddingBackend)
-        if cuda_graphs and not (on_gpu and pads):
-            reason = f"{type(backend).__name__} cannot pad a step" if on_gpu else f"the model is on {model.device}"
-            raise ValueError(f"cuda_graphs must be None or False here, was True: {reason}")
-        self._graphs: DecodeGraphs | None = None
-        if isinstance(backend, PaddingBackend) and on_gpu and cuda_graphs is not False:
-            self._graphs = DecodeGraphs(self._forward, backend, self.layer_specs)
+            if layer not in self.gathered_layers:
+                backend.bind_layer(layer, spec)
+        self._graphs = None if cuda_graphs is False else self._make_graphs(required=cuda_graphs is True)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def _make_graphs(self, *, required: bool) -> DecodeGraphs | None:
+        """Return what captures decode steps, None where that cannot be, unless it is ``required``."""
+        if self.model.device.type != "cuda":
+            reason = f"the model is on {self.model.device}"
+        elif self.gathered_layers:
+            reason = f"layers {sorted(self.gathered_layers)} are handed their histories, whose lengths differ"
+        elif isinstance(self.backend, PaddingBackend):
+            return DecodeGraphs(self._forward, self.backend, self._routes)
+        else:
+            reason = f"{type(self.backend).__name__} cannot pad a step"
+        if required:
+            raise ValueError(f"cuda_graphs must be None or False here, was True: {reason}")
+        return None
+
+    def forward(self, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step that ``backend.begin_step`` laid out: K and V of its tokens are written, nothing is committed.
 
+        Args:
+            batch: the step.
+            rows: int64 ``[n]``: the tokens of the step, 0 to ``total_q - 1``, whose logits are wanted; by default each
+                sequence's last.
+
         Returns:
-            float32 logits ``[num_sequences, vocab]`` of each sequence's last token, in the order of
-            ``batch.sequences``.
+            float32 logits ``[n, vocab]``, in the order of ``rows`` or of ``batch.sequences``.
 
         Raises:
             UnsupportedModel: if a layer says something else than at construction. After this or any other
                 exception the caller abandons the step.
         """
         if self._graphs is not None and self._graphs.serves(batch):
-            return self._graphs.run(batch)
-        return self._forward(self._forward.cache(self.backend, batch, self.layer_specs))
+            logits = self._graphs.run(batch)
+            return logits if rows is None else logits[rows]  # one token each: a token's number is its sequence's
+        return self._forward(self._forward.cache(self.backend, batch, self._routes), rows)

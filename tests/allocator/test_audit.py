@@ -62,7 +62,7 @@ BREAKAGES = [
     ("ledger.pool._stack[0] = 0", "the null page is in use"),
     ("ledger.pool.num_idle += 1", "idle pages counted"),
     (
-        "ledger.pool.policy._idle[1] = None; ledger.pool.policy._idle.move_to_end(1, last=False)",
+        "ledger.pool.policy._release_of[1] = 0; ledger.pool.policy._log.appendleft((0, [1]))",
         "eviction policy's candid",
     ),
     ("ledger.pool.policy.held(ledger.pool.policy.victims(1))", "the eviction policy's candidates"),

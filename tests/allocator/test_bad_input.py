@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     [
         ({"num_pages": 1}, ValueError, "num_pages must be 2 to"),
         ({"num_pages": 2**31}, ValueError, "num_pages must be 2 to"),
-        ({"num_pages": -4}, ValueError, "num_pages must be at least 0, was -4"),
-        ({"num_pages": 8.0}, TypeError, "num_pages must be an integer, was float"),
+        ({"num_pages": -4}, ValueError, "num_pages must be 2 to 2147483647, was -4"),
+        ({"num_pages": 8.0}, TypeError, "num_pages must be an integer, was 8.0"),
         ({"page_size": 0}, ValueError, "page_size must be 1 to"),
         ({"page_size": True}, TypeError, "page_size must be an integer, was True"),
         ({"groups": ()}, ValueError, r"groups must be .*, at least one, was \(\)"),
         ({"groups": (FullAttention(), 7)}, ValueError, "groups must be FullAttention.*, was"),
+        ({"groups": 3}, ValueError, "groups must be .*, at least one, was 3"),
+        ({"clock": 3}, TypeError, "clock must be a function that returns the time, was 3"),
         ({"policy": "fifo"}, ValueError, r"policy must be one of .*'arc', 'lfu', .* or an object, was 'fifo'"),
         ({"policy": object()}, TypeError, "policy must have the methods of EvictionPolicy, object lacks"),
     ],
@@ -59,6 +61,9 @@ def test_construction(arguments: dict[str, Any], error: type[Exception], message
         ("text", TypeError, "tokens must be integer token ids, was str"),
         (b"text", TypeError, "tokens must be integer token ids, was bytes"),
         (7, TypeError, "tokens must be a sequence"),
+        ({3, 1}, TypeError, "tokens must be a sequence of integer token ids, was {1, 3}"),
+        ({3: 1}, TypeError, "tokens must be a sequence of integer token ids, was {3: 1}"),
+        (iter([1]), TypeError, "tokens must be a sequence of integer token ids, was <list_iterator"),
         (None, TypeError, "tokens must be a sequence"),
     ],
 )
@@ -87,6 +92,8 @@ def test_tokens(tokens: Any, error: type[Exception], message: str) -> None:
         ([(0, True, "d")], TypeError, "media length must be an integer, was True"),
         ([(0, 2, 17)], TypeError, "media digest must be bytes, str or None, was int"),
         ([(0, 2)], TypeError, "media must hold"),
+        (3, TypeError, r"media must be a list of \(start, length, digest\) tuples, was 3"),
+        ("text", TypeError, r"media must be a list of \(start, length, digest\) tuples, was 'text'"),
     ],
 )
 def test_media(media: Any, error: type[Exception], message: str) -> None:
@@ -111,9 +118,9 @@ def test_namespace_must_be_hashable() -> None:
 BAD_COUNTS: list[tuple[Any, type[Exception], str]] = [
     (-1, ValueError, "must be at least 0, was -1"),
     (True, TypeError, "must be an integer, was True"),
-    (1.0, TypeError, "must be an integer, was float"),
-    ("1", TypeError, "must be an integer, was str"),
-    (None, TypeError, "must be an integer, was NoneType"),
+    (1.0, TypeError, "must be an integer, was 1.0"),
+    ("1", TypeError, "must be an integer, was '1'"),
+    (None, TypeError, "must be an integer, was None"),
 ]
 
 

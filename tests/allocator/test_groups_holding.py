@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagedkv.allocator import BlockAllocator, FullAttention, HostPool, InvariantViolation, OutOfPages, SlidingWindow
-from tests.allocator.helpers import books, extend, fill, hit, store
+from tests.allocator.helpers import extend, fill, hit, store
 from tests.allocator.test_groups import POLICIES, evict, held, pool
 from tests.allocator.test_observer import watched
 
@@ -140,14 +140,31 @@ def test_a_page_pinned_in_one_group_is_not_written() -> None:
 
 
 @pytest.mark.parametrize("groups", [*MIXES, (FULL, FULL)])
-def test_swap_takes_one_full_attention_group(groups: tuple[FullAttention | SlidingWindow, ...]) -> None:
-    """With any other groups the way out is refused, with the groups in the message, and nothing has changed."""
-    allocator, host = pool(30, 4, *groups), HostPool(9)
-    sequence = fill(allocator, range(9))
-    before = books(allocator)
-    with pytest.raises(ValueError, match=r"groups must be one FullAttention\(\) for swap_out, was \("):
-        allocator.swap_out(sequence, host)
-    assert (before, 9, False) == (books(allocator), host.num_free, sequence.swapped)
+@pytest.mark.parametrize("evicted", [False, True])
+def test_swap_moves_what_the_next_token_sees(groups: tuple[FullAttention | SlidingWindow, ...], evicted: bool) -> None:
+    """The way out copies each group's visible pages; the way back only what cannot be found, and is findable again."""
+    allocator, host = pool(30, 4, *groups), HostPool(30)
+    sequence = fill(allocator, range(17))
+    sequence.reserve(1)  # what has left the windows goes back
+    sequence.commit([17])
+    tables = [sequence.block_table(group).astype(bool).tolist() for group in range(len(groups))]
+    with allocator.swap_out(sequence, host) as plan:
+        pages = plan.copies[:, 0].tolist()
+    assert len(set(pages)) == len(pages) == sum(map(sum, tables)) == host.num_used
+    assert allocator.stats().in_use == 0
+    if evicted:
+        allocator.reset_prefix_cache()
+    with allocator.swap_in(sequence) as plan:
+        copied = len(plan.copies)
+    assert (len(pages) if evicted else len(groups)) == copied
+    assert tables == [sequence.block_table(group).astype(bool).tolist() for group in range(len(groups))]
+    assert (18, 0) == (sequence.num_tokens, host.num_used)
+    allocator.check()
+    sequence.reserve(6)
+    sequence.commit(range(18, 24))
+    sequence.close()
+    allocator.check()
+    assert (0 if evicted else 16) == hit(allocator, range(17))
 
 
 def test_leaks_count_the_pages_of_every_group() -> None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagedkv.allocator import BeyondWindow, BlockAllocator, FullAttention, OutOfPages, SlidingWindow
+from pagedkv.allocator import BeyondWindow, BlockAllocator, FullAttention, HostPool, OutOfPages, SlidingWindow
 
 if TYPE_CHECKING:
     from pagedkv.allocator import Sequence
@@ -54,6 +54,9 @@ class GroupsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.seqs: list[Seq] = []
+        self.away: list[Seq] = []
+        self.host = HostPool(24)
+        self.host_memory: dict[int, object] = {}
 
     @initialize(pages=st.integers(6, 32), mix=st.sampled_from(MIXES), policy=st.sampled_from(["lru", "slru", "arc"]))
     def start(self, pages: int, mix: tuple[Any, ...], policy: str) -> None:
@@ -180,6 +183,26 @@ class GroupsMachine(RuleBasedStateMachine):
         """Reserve one token for everybody at rest."""
         resting = [seq for seq in self.seqs if not seq.reserved]
         self.do_reserve(resting, [1] * len(resting))
+
+    @rule(steps=st.integers(1, 2 * PAGE), bits=st.integers(0, 2**12 - 1))
+    def decode_steps(self, steps: int, bits: int) -> None:
+        """Run a batch for several steps, each committed at once, as an engine does."""
+        chosen = [seq for seq in self.seqs if not seq.reserved]
+        for step in range(steps if chosen else 0):
+            self.do_reserve(chosen, [1] * len(chosen))
+            if not all(seq.reserved for seq in chosen):
+                return
+            fed = []
+            for at, seq in enumerate(chosen):
+                start = len(seq.tokens)
+                inside = seq.prompt[start : start + 1]
+                seq.tokens, seq.reserved = seq.tokens + (inside or [bits >> (step + at) % 12 & 1]), 0
+                fed.append(seq.tokens[-1])
+                for group in range(len(self.mix)):
+                    (slot,) = seq.real.slots(start, start + 1, group).tolist()
+                    self.memory[slot] = self.kv(seq, group, start)
+            self.allocator.commit_batch([seq.real for seq in chosen], fed)
+            self.pages_hold_what_they_should()
 
     def do_reserve(self, chosen: list[Seq], counts: list[int]) -> None:
         """Reserve, and compare what it took with a count of pages."""
@@ -319,6 +342,82 @@ class GroupsMachine(RuleBasedStateMachine):
             self.seqs.remove(seq)
             seq.real.close()
 
+    # Swap.
+
+    @rule(data=st.data(), cancel=st.booleans())
+    def swap_out(self, data: st.DataObject, cancel: bool) -> None:
+        """Move what the next token sees, and what is held on purpose, into the host pool."""
+        seq = self.pick(data)
+        if seq is None:
+            return
+        leaves = self.after_slide(seq)
+        blocks = [self.held(leaves, group) for group in range(len(self.mix))]
+        if sum(map(len, blocks)) > self.host.num_free:
+            with pytest.raises(OutOfPages):
+                self.allocator.swap_out(seq.real, self.host)
+            return
+        pages = [seq.real.block_table(group)[sorted(mine)].tolist() for group, mine in enumerate(blocks)]
+        plan = self.allocator.swap_out(seq.real, self.host)
+        assert [page for mine in pages for page in mine] == plan.copies[:, 0].tolist()
+        if cancel:
+            plan.cancel()
+            return
+        for device, host in plan.copies.tolist():
+            for at in range(PAGE):
+                self.host_memory[host * PAGE + at] = self.memory.get(device * PAGE + at)
+        plan.finish()
+        seq.first = leaves.first
+        self.seqs.remove(seq)
+        self.away.append(seq)
+
+    @rule(data=st.data(), cancel=st.booleans())
+    def swap_in(self, data: st.DataObject, cancel: bool) -> None:
+        """Bring one back, sharing what can be found; where there is no room it stays as it is."""
+        if not self.away or len(self.seqs) > 7:
+            return
+        seq = data.draw(st.sampled_from(self.away))
+        stats = self.allocator.stats()
+        try:
+            plan = self.allocator.swap_in(seq.real)
+        except OutOfPages as error:
+            assert error.needed > error.available <= stats.free + stats.idle
+            assert stats == self.allocator.stats()
+            return
+        for device, host in plan.copies.tolist():
+            for at in range(PAGE):
+                self.memory[device * PAGE + at] = self.host_memory[host * PAGE + at]
+        self.allocator.check()
+        if cancel:
+            plan.cancel()
+            return
+        plan.finish()
+        self.away.remove(seq)
+        self.seqs.append(seq)
+
+    # Asking for room.
+
+    @rule(data=st.data(), count=st.integers(1, 12), chunk=st.integers(1, 2 * PAGE))
+    def room_in_chunks(self, data: st.DataObject, count: int, chunk: int) -> None:
+        """A sequence that is told it has room for some tokens, chunk by chunk, gets them all."""
+        seq = self.pick(data)
+        if seq is None:
+            return
+        before = self.allocator.stats()
+        room = seq.real.room(count, chunk=chunk)
+        assert before == self.allocator.stats()
+        assert room.available <= before.free + before.idle + sum(self.referenced().values())
+        if not room.fits or self.in_flight():
+            return
+        while count:
+            self.do_reserve([seq], [min(count, chunk)])
+            assert seq.reserved, "room was promised"
+            count -= seq.reserved
+            self.do_commit(seq, seq.reserved, 0b1001)
+
+    def in_flight(self) -> bool:
+        """Whether a step in flight keeps what leaves a window."""
+        return False
+
     # What must hold.
 
     @invariant()
@@ -347,14 +446,15 @@ class GroupsMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Nothing stays in use once everything is closed."""
-        for seq in self.seqs:
+        for seq in [*self.seqs, *self.away]:
             seq.real.close()
+        assert not self.host.num_used
         if hasattr(self, "allocator"):
             self.allocator.check()
             assert self.allocator.stats().in_use == 0
 
 
 GroupsMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=35, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestGroupsMachine = GroupsMachine.TestCase

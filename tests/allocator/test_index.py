@@ -66,7 +66,7 @@ class Newest(LRU):
 
     def victims(self, count: int) -> list[int]:
         """Return the newest candidates."""
-        return list(reversed(self._idle))[:count]
+        return super().victims(len(self._release_of))[::-1][:count]
 
 
 class Shuffled(LRU):
@@ -74,7 +74,7 @@ class Shuffled(LRU):
 
     def victims(self, count: int) -> list[int]:
         """Return candidates in an order of no meaning."""
-        return random.Random(count).sample(list(self._idle), count)
+        return random.Random(count).sample(super().victims(len(self._release_of)), count)
 
 
 @pytest.mark.parametrize("policy", [Newest, Shuffled])

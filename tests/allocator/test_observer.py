@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pagedkv.allocator import BlockAllocator, Namespace, OutOfPages, PromptMismatch
+from pagedkv.allocator import AlreadyUnpinned, BlockAllocator, HostPool, Namespace, OutOfPages, PromptMismatch
 from pagedkv.allocator.traces import EventLog, read_trace
 from tests.allocator.helpers import fill, run_copies, store
 from tests.allocator.tagged import Tagged
@@ -75,6 +75,31 @@ def test_every_verb_is_heard() -> None:
         ("truncated", 2, 4),
         ("closed", 2),
         ("was_reset",),
+    ] == notes.take()
+
+
+def test_what_is_held_is_heard() -> None:
+    """Pins, steps and finished swaps tell their own events; plans, and what was refused or cancelled, tell nothing."""
+    allocator, notes = watched(clock=lambda: 7.5)
+    sequence, host = fill(allocator, [1, 2, 3, 4, 5]), HostPool(8)
+    notes.take()
+    pin = allocator.pin([1, 2, 3, 4])
+    step = allocator.begin_step()
+    step.end()
+    pin.unpin()
+    with pytest.raises(AlreadyUnpinned):
+        pin.unpin()
+    allocator.swap_out(sequence, host).cancel()
+    allocator.swap_out(sequence, host).finish()
+    allocator.swap_in(sequence).finish()
+
+    assert [
+        ("pinned", 1, 4, 7.5),
+        ("step_began", 1, 7.5),
+        ("step_ended", 1),
+        ("unpinned", 1),
+        ("swapped", 1, True),
+        ("swapped", 1, False),
     ] == notes.take()
 
 

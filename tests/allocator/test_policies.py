@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from pagedkv.allocator.eviction import LRU, make_policy
-from pagedkv.allocator.policies import ARC, LFU, S3FIFO, SLRU, Priority
+from pagedkv.allocator.eviction import make_policy
+from pagedkv.allocator.policies import ARC, LFU, LRU, S3FIFO, SLRU, Priority
 from pagedkv.allocator.policies.ordered import OrderedPages
 from tests.allocator.paper_caches import PaperARC, PaperLFU, PaperS3FIFO, PaperSLRU, PolicyCache, digest_of
 
@@ -230,7 +230,7 @@ def test_priority_keeps_a_bounded_number_of_marks() -> None:
         (lambda: S3FIFO(ghosts=2), ValueError, "ghosts must be from 0 to 1, was 2"),
         (lambda: Priority(default=101), ValueError, "default must be 0 to 100, was 101"),
         (lambda: Priority(max_marks=0), ValueError, "max_marks must be at least 1, was 0"),
-        (lambda: Priority().prioritise([b"x" * 16], -1), ValueError, "priority must be at least 0, was -1"),
+        (lambda: Priority().prioritise([b"x" * 16], -1), ValueError, "priority must be 0 to 100, was -1"),
         (lambda: Priority().prioritise([b"x" * 16], 50, ttl=0), ValueError, "ttl must be above 0 or None, was 0"),
         (lambda: Priority().prioritise([b"x" * 16], 50, ttl=float("nan")), ValueError, "ttl must be above 0"),
         (lambda: Priority().prioritise([b"short"], 50), TypeError, "identities must be digests of 16 bytes"),

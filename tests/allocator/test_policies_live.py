@@ -94,7 +94,7 @@ class Spy(LRU):
 
     def removed(self, pages: list[int], evicted: bool) -> None:
         """Forget who held what; only candidates are evicted."""
-        assert not evicted or set(pages) <= set(self._idle)
+        assert not evicted or set(pages) <= set(self._release_of)
         super().removed(pages, evicted)
         for page in pages:
             del self.holds[page]
@@ -120,7 +120,7 @@ def test_policies_are_told_the_content_hashes(requests: list[tuple[list[int], st
             pages = sequence.block_table()[: len(expected)].tolist()
 
             assert expected == [spy.holds[page] for page in pages]
-        assert allocator.stats().idle == len(spy.holds) == len(spy._idle)
+        assert allocator.stats().idle == len(spy.holds) == len(spy._release_of)
     allocator.reset_prefix_cache()
     assert {} == spy.holds
 

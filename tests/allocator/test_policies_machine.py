@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from pagedkv.allocator.eviction import LRU
-from pagedkv.allocator.policies import ARC, LFU, S3FIFO, SLRU, Priority
+from pagedkv.allocator.policies import ARC, LFU, LRU, S3FIFO, SLRU, Priority
 from pagedkv.allocator.testing import PolicyError, check_policy
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Personal(LRU):
 
     def victims(self, count: int) -> list[int]:
         """Return the oldest or the youngest."""
-        return list(self._idle)[:: self.step][:count]
+        return super().victims(len(self._release_of))[:: self.step][:count]
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,19 @@ def test_scrubs_name_pages_that_change_namespace() -> None:
     assert ([1], []) == (allocator.take_scrubs().tolist(), allocator.take_scrubs().tolist())
 
 
+def test_a_namespace_that_comes_again_scrubs_nothing_of_its_own() -> None:
+    """Pages that one namespace alone has used are not reported, even where it was forgotten in between."""
+    allocator = BlockAllocator(4, 2, prefix_cache=False)
+    for _ in range(3):
+        store(allocator, [1, 2, 3], namespace="a")
+
+    assert [] == allocator.take_scrubs().tolist()
+
+    store(allocator, [1, 2, 3], namespace="b")
+
+    assert [1, 2] == sorted(allocator.take_scrubs().tolist())
+
+
 MEDIA_PROMPT = [1, 2, 3, 4, 9, 9, 9, 9, 9, 5, 6, 7, 8]
 
 

@@ -154,10 +154,10 @@ def _launch(variant: Variant, launch: Any, launch_write: Any) -> None:
         alibi_slopes=torch.zeros(q_heads) if "alibi" in variant.features else None,
     )
     launch.launch_attention(
-        AttendCall(q, *pages, batch, spec, scales), torch.empty(variant.rows, q_heads, v_dim, dtype=dtype)
+        AttendCall(q, *pages, batch, spec, scales, None, {}), torch.empty(variant.rows, q_heads, v_dim, dtype=dtype)
     )
     k, v = (torch.zeros(8, kv_heads, dim, dtype=dtype) for dim in (k_dim, v_dim))
-    launch_write.launch_write(WriteCall(k, v, *pages, torch.zeros(8, dtype=torch.int64), scales))
+    launch_write.launch_write(WriteCall(k, v, *pages, torch.zeros(8, dtype=torch.int64), scales, {}))
     launch_write.launch_copies(pages, torch.tensor([[1, 2]], dtype=torch.int32))
 
 

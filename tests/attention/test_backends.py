@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from ctypes import sizeof
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from pagedkv.attention import AttentionBatch, LayerSpec, backend_names
+from pagedkv.attention import (
+    AttentionBatch,
+    LayerSpec,
+    backend_names,
+    copy_pages,
+    cpu,
+    paged_attention,
+    proofs,
+    write_kv,
+)
 from pagedkv.attention.backends import Backend, choose, load
 from pagedkv.attention.gather_plan import padded_length
-from tests.attention.cases import Case, Shape, make_batch, make_case
+from pagedkv.native.library import LibraryUnavailableError
+from pagedkv.native.library import load as load_library
+from tests.attention.cases import Case, Shape, assert_within_limit, make_batch, make_case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_import_loads_no_backend_and_no_triton() -> None:
@@ -19,7 +35,8 @@ def test_import_loads_no_backend_and_no_triton() -> None:
     script = (
         "import sys, pagedkv.attention as a; "
         "print(*[m for m in sys.modules if m in "
-        "('pagedkv.attention.gather', 'pagedkv.attention.reference', 'triton', 'pagedkv.allocator')])"
+        "('pagedkv.attention.cpu', 'pagedkv.attention.triton', 'pagedkv.attention.gather', "
+        "'pagedkv.attention.reference', 'triton', 'pagedkv.allocator')])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
@@ -38,16 +55,31 @@ def test_every_named_backend_is_whole(name: str) -> None:
 
 
 def test_no_choice_takes_the_first_that_can() -> None:
-    """None takes the first of the device's backends without a reason against it; else all reasons are told."""
-    first, second = (name for name in backend_names() if name != "triton")
+    """None takes the first of the device's backends without a reason against it; else all their reasons are told."""
+    assert backend_names() == ("cpu", "triton", "torch", "reference")
+    for device, first in (("cpu", "cpu"), ("cuda", "triton")):
+        assert choose(None, device, lambda _: None) is load(first)
+        without: Backend = choose(None, device, lambda backend, first=first: "no" if backend is load(first) else None)  # type: ignore[misc]
+        assert without is load("torch")
+        with pytest.raises(ValueError, match=f"'{first}' cannot serve this call: no; .*'torch' cannot .*: no"):
+            choose(None, device, lambda _: "no")
 
-    assert choose(None, "cpu", lambda _: None) is load(first)
-    assert choose(None, "cpu", lambda backend: "no" if backend is load(first) else None) is load(second)
-    assert choose(None, "cuda", lambda _: None) is load("triton")
-    assert choose(None, "cuda", lambda backend: "no" if backend is load("triton") else None) is load(first)
-    with pytest.raises(ValueError, match=f"'{first}' cannot serve this call: no; .*'{second}' cannot .*: no") as told:
-        choose(None, "cpu", lambda _: "no")
-    assert "triton" not in str(told.value)
+
+def test_no_choice_leaves_out_backends_of_another_device() -> None:
+    """Tensors elsewhere never ask a device's own kernels, not even whether they could; by name they are asked."""
+    asked: list[Backend] = []
+
+    def ask(backend: Backend) -> str:
+        asked.append(backend)
+        return "no"
+
+    with pytest.raises(ValueError, match="'torch' cannot serve"):
+        choose(None, "meta", ask)
+
+    assert load("cpu") not in asked
+    assert load("triton") not in asked
+    with pytest.raises(ValueError, match="'cpu' cannot serve this call: no"):
+        choose("cpu", "meta", ask)
 
 
 def test_out_is_written_in_place_and_returned() -> None:
@@ -126,3 +158,79 @@ def test_empty_batch() -> None:
 
     assert case.run(LayerSpec(1.0)).shape == (0, 6, 64)
     assert nothing.run(LayerSpec(1.0)).shape == (0, 6, 64)
+
+
+@pytest.fixture
+def _no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse() -> None:
+        raise LibraryUnavailableError("x86-64-v3: no compiler that day")
+
+    cpu.why_unavailable.cache_clear()
+    monkeypatch.setattr(cpu.structs, "functions", refuse)
+    yield
+    cpu.why_unavailable.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_library")
+def test_without_a_library_torch_serves_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """No choice takes the torch path, for reads, writes and copies, and the log has the reason one time."""
+    case = make_case(Shape([(1, 9), (3, 5)]))
+
+    assert torch.equal(case.run(LayerSpec(0.125), None), case.run(LayerSpec(0.125), "torch"))
+    copy_pages(case.k_pages, torch.tensor([[1, 2]]))
+    assert 1 == sum("no compiler that day" in record.message for record in caplog.records)
+
+
+@pytest.mark.usefixtures("_no_library")
+def test_without_a_library_the_name_is_refused() -> None:
+    """Asked for by name, each of the three calls is refused with the reason."""
+    case = make_case(Shape([(1, 9)]))
+    refusal = "backend 'cpu' cannot serve this call: there is no compiled CPU library .*no compiler that day"
+    with pytest.raises(ValueError, match=refusal):
+        case.run(LayerSpec(0.125), "cpu")
+    with pytest.raises(ValueError, match=refusal):
+        copy_pages(case.k_pages, torch.tensor([[1, 2]]), backend="cpu")
+    with pytest.raises(ValueError, match=refusal):
+        write_kv(*case.stored[0], case.k_pages, case.v_pages, torch.arange(16, 25), backend="cpu")
+
+
+def test_structs_are_those_of_the_library() -> None:
+    """The Python twins of the C structs have their sizes."""
+    sizes = load_library().functions.pagedkv_struct_bytes
+    twins = (cpu.structs.Step, cpu.structs.BoundLayer, cpu.structs.BoundWrite)
+
+    assert [sizes(which) for which in range(3)] == [sizeof(twin) for twin in twins]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_proof_covers_only_calls_like_it(backend: str) -> None:
+    """The same page tensors with other queries, layers, scales or places are judged anew, and served rightly."""
+    case = make_case(Shape([(1, 9), (3, 5)], heads=(4, 2)))
+    spec, windowed = LayerSpec(0.125), LayerSpec(0.125, window=3)
+    turned = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.cat([case.q, case.q], dim=1)
+    for _ in range(2):
+        expected = case.run(spec, backend)
+        assert_within_limit(case, windowed, case.run(windowed, backend))
+        assert torch.equal(case.with_batch(case.batch, q=turned).run(spec, backend), expected)
+        assert_within_limit(pair := case.with_batch(case.batch, q=wide), spec, pair.run(spec, backend))
+        with pytest.raises(ValueError, match="q must have the k_dim"):
+            case.with_batch(case.batch, q=case.q[..., :32]).run(spec, backend)
+        with pytest.raises(TypeError, match=r"k_pages must be torch.bfloat16 like q"):
+            case.with_batch(case.batch, q=case.q.bfloat16()).run(spec, backend)
+        with pytest.raises(ValueError, match=r"q must have cu_q_lens\[-1\] = 4 rows"):
+            paged_attention(case.q[:3], case.k_pages, case.v_pages, case.batch, spec, backend=backend)
+    case.k_pages.data = torch.full_like(case.k_pages, torch.nan)  # the same tensor object over other memory
+
+    assert torch.isnan(case.run(spec, backend)).all()
+
+
+def test_proofs_go_with_their_pages() -> None:
+    """What is remembered of page tensors does not outlive them."""
+    before = len(proofs._KNOWN)
+    case = make_case(Shape([(1, 9)]))
+    case.run(LayerSpec(1.0))
+    assert len(proofs._KNOWN) == before + 1
+    del case
+
+    assert len(proofs._KNOWN) == before

@@ -137,11 +137,14 @@ def test_softcap_comes_before_the_mask(backend: str) -> None:
 
 @pytest.mark.parametrize("table_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-def test_strided_tensors_equal_contiguous_ones(table_dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_strided_tensors_equal_contiguous_ones(
+    table_dtype: torch.dtype, kv_dtype: torch.dtype | None, backend: str
+) -> None:
     """aiter#4531, flashinfer#1865, vllm#33572: slices of fused tensors were read as if they were contiguous."""
     case = make_case(Shape([(1, 9), (4, 11), (1, 30)], page_size=4, kv_dtype=kv_dtype, table_dtype=table_dtype))
     spec = LayerSpec(0.125, window=12)
-    expected = case.run(spec)
+    expected = case.run(spec, backend)
     fused = torch.randn(6, 6 + 2, 64)
     fused[:, :6] = case.q
     both = torch.stack([case.k_pages, case.v_pages], dim=1)
@@ -153,7 +156,7 @@ def test_strided_tensors_equal_contiguous_ones(table_dtype: torch.dtype, kv_dtyp
         scales = pair[:, 0], pair[:, 1]
     out = torch.full((64, 6, 6), torch.nan).permute(1, 2, 0)
     views = case.with_batch(batch, q=fused[:, :6], k_pages=both[:, 0], v_pages=both[:, 1], kv_scales=scales)
-    result = views.run(spec, out=out)
+    result = views.run(spec, backend, out=out)
 
     assert result.data_ptr() == out.data_ptr()
     assert torch.equal(out, expected)
@@ -208,7 +211,8 @@ def test_pages_that_left_the_window_are_never_read(backend: str) -> None:
     assert torch.equal(case.with_batch(batch).run(spec, backend), expected)
 
 
-def test_sums_do_not_stall_in_low_precision() -> None:
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_sums_do_not_stall_in_low_precision(backend: str) -> None:
     """triton#11584, aiter#705: running sums kept in bf16 stall; 65,536 keys, half of them with value 1, mean 0.5."""
     length, page_size = 65536, 256
     num_pages = length // page_size + 1
@@ -217,7 +221,7 @@ def test_sums_do_not_stall_in_low_precision() -> None:
     v_pages[1 : num_pages // 2 + 1] = 1
     batch = make_batch([(1, length)], [list(range(1, num_pages))])
     q = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
-    out = paged_attention(q, k_pages, v_pages, batch, LayerSpec(1.0), check=True)
+    out = paged_attention(q, k_pages, v_pages, batch, LayerSpec(1.0), backend=backend, check=True)
 
     assert torch.equal(out, torch.full((1, 1, 16), 0.5, dtype=torch.bfloat16))
 

@@ -105,9 +105,8 @@ def test_cascade_equals_the_reference_within_the_plain_paths_limit(
     assert found is not None
     assert found.groups == (Group((0, 1), 640),)
     assert not torch.equal(out, plain)
-    assert_within_limit(
-        case.with_batch(make_batch(ROWS, tables), q=q), spec_for(feature, 6), out, None if dtype == FP32 else dtype
-    )
+    operands = None if dtype == FP32 else dtype
+    assert_within_limit(case.with_batch(make_batch(ROWS, tables), q=q), spec_for(feature, 6), out, operands=operands)
 
 
 def test_many_members_and_two_groups() -> None:

@@ -79,7 +79,8 @@ def check(shape: Shape, feature: str, seed: int = 0) -> None:
     out = to_device(case).run(spec_on_device(feature, shape.heads[0]), "triton").cpu()
 
     assert out.dtype == shape.dtype
-    assert_within_limit(case, spec_for(feature, shape.heads[0]), out, None if shape.dtype == FP32 else shape.dtype)
+    operands = None if shape.dtype == FP32 else shape.dtype
+    assert_within_limit(case, spec_for(feature, shape.heads[0]), out, operands=operands)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -42,7 +42,7 @@ def test_main_variant_on_every_target() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_variant(target: str) -> None:
-    """All variants of docs/kernels-gpu.md compile, fit and use matrix units; the main ones do not spill."""
+    """All variants of docs/kernels.md compile, fit and use matrix units; the main ones do not spill."""
     compiled = compile_elsewhere([target], list(VARIANTS))[target]
     for name, kernels in compiled.items():
         check(target, name, kernels)

@@ -45,7 +45,7 @@ def meta_call(rows: int, total_q: int, max_q_len: int, max_kv_len: int, **layer:
     tables = torch.empty(rows, max_kv_len // 16 + 1, dtype=torch.int32, device="meta")
     lens = [torch.empty(n, dtype=torch.int32, device="meta") for n in (rows, rows + 1)]
     batch = AttentionBatch(tables, lens[0], lens[1], max_q_len, max_kv_len)
-    return AttendCall(q, k_pages, v_pages, batch, LayerSpec(0.1, **layer))
+    return AttendCall(q, k_pages, v_pages, batch, LayerSpec(0.1, **layer), None, None, {})
 
 
 def run(call: AttendCall) -> None:

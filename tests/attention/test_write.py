@@ -48,6 +48,61 @@ def test_write_quantises_and_stores_the_scales(backend: str, dtype: torch.dtype)
         assert int(side.isnan().sum()) == 4 * 2 * 4 - 3 * 2
 
 
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("dtype", QUANTS)
+def test_kernels_quantise_bit_for_bit(dtype: torch.dtype, source: torch.dtype) -> None:
+    """Over the whole range of each dtype, subnormal and non-finite rows too, the kernel's bytes are `quantise`'s."""
+    exponents = torch.linspace(-44, 38, 300) if source != torch.float16 else torch.linspace(-8, 4, 300)
+    values = (torch.randn(300, 2, 40) * 10 ** exponents[:, None, None]).to(source)
+    values[0] = 0
+    values[1, 0, 3], values[2, 1, 5], values[3, 0, 39] = torch.inf, -torch.inf, torch.nan
+    pages, scales = torch.zeros(20, 2, 16, 40).to(dtype), (torch.zeros(20, 2, 16), torch.zeros(20, 2, 16))
+    slots = torch.randperm(19 * 16)[:300] + 16
+    write_kv(values, values, pages, pages, slots, kv_scales=scales, backend="cpu")
+    stored, expected = quantise(values, dtype)
+    codes, wanted = pages.view(torch.uint8)[slots // 16, :, slots % 16], stored.view(torch.uint8)
+    finite = expected.isfinite()
+
+    for side in scales:
+        torch.testing.assert_close(side[slots // 16, :, slots % 16], expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(codes[finite], wanted[finite])
+    assert not finite[1, 0]
+    assert not finite[3, 0]
+
+
+def test_kernels_refuse_slots_and_pages_that_are_not_there() -> None:
+    """Also without ``check=True`` a slot or page outside the pool raises, and nothing is written."""
+    pages, rows = torch.zeros(4, 1, 2, 8), torch.ones(3, 1, 8)
+    for slots in ([2, 3, 8], [2, -1, 3], [2**62, 2, 3]):
+        with pytest.raises(ValueError, match="slot_mapping must be from 0 to 7, got"):
+            write_kv(rows, rows, pages, pages, torch.tensor(slots), backend="cpu")
+    for copies in ([[1, 2], [3, 4]], [[-1, 2]]):
+        with pytest.raises(ValueError, match="copies must hold page ids from 0 to 3, got"):
+            copy_pages(pages, torch.tensor(copies), backend="cpu")
+
+    assert pages.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_large_writes_and_copies_use_all_threads_rightly(backend: str) -> None:
+    """Enough to be cut over threads: every token and page is where it belongs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pages, rows = torch.zeros(130, 4, 16, 64), torch.randn(2000, 4, 64)
+        slots = torch.randperm(129 * 16)[:2000] + 16
+        write_kv(rows, rows, pages, pages, slots, backend=backend)
+        assert torch.equal(pages[slots // 16, :, slots % 16], rows)
+        moves = torch.stack([torch.arange(1, 130), torch.randperm(129) + 1], dim=1)
+        expected = pages.clone()
+        expected[moves[:, 1]] = pages[moves[:, 0]]
+        copy_pages([pages], moves, backend=backend)
+    finally:
+        torch.set_num_threads(before)
+
+    assert torch.equal(pages, expected)
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 def test_strided_write_equals_contiguous_write(quantised: bool) -> None:
     """K and V as slices of one fused tensor, pages as views of one buffer: the same bytes as contiguous copies."""

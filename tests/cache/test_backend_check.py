@@ -84,6 +84,15 @@ class Nosy(PagedKVCache):
         return super().room(tokens, **options)
 
 
+class Unordered(PagedKVCache):
+    """Hands out histories in another order than it was asked for."""
+
+    def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn K and V around."""
+        k, v = super().gather(layer, batch)
+        return k.flip(0), v.flip(0)
+
+
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
@@ -91,6 +100,7 @@ class Nosy(PagedKVCache):
         (Careless, "must attend to its own text"),
         (Stubborn, "num_tokens must be"),
         (Nosy, "room must change nothing"),
+        (Unordered, "gather must return the stored K of layer"),
     ],
 )
 def test_check_notices_a_wrong_backend(kind: type[PagedKVCache], complaint: str) -> None:

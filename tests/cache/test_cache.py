@@ -29,7 +29,7 @@ def feed(
     """Run and commit one step, held against dense attention."""
     stored: dict[Any, list[int]] = {sequence: [] for sequence in rows} | dict(histories or {})
     batch = run_step(cache, rows, stored)
-    cache.end_step(batch)  # type: ignore[arg-type]
+    cache.end_step(batch)
 
 
 def test_memory_makes_the_pages_that_fit() -> None:
@@ -80,21 +80,21 @@ def test_quantised_attention_is_close_and_chunks_agree(kv_dtype: str) -> None:
         torch.testing.assert_close(output, expected, rtol=0, atol=0.02 if kv_dtype == "int8" else 0.1)
 
 
+def addresses_of(cache: PagedKVCache, inputs: dict[Sequence, list[int]]) -> list[int]:
+    """Run an empty step and return where its tables and lengths lie."""
+    batch = cache.begin_step(inputs)
+    cache.end_step(batch)
+    parts = [step.attention for step in batch.groups.values()]
+    return [t.data_ptr() for part in parts for t in (part.block_tables, part.kv_lens, part.cu_q_lens)]
+
+
 def test_step_metadata_keeps_its_addresses() -> None:
     """Tables and lengths of every step are views of the same memory, so that a step can be captured."""
     cache = make_cache()
     sequence = cache.open([1, 2, 3])
-    first = cache.begin_step({sequence: [1, 2]})
-    addresses = [
-        t.data_ptr() for t in (first.attention.block_tables, first.attention.kv_lens, first.attention.cu_q_lens)
-    ]
-    cache.end_step(first)
+    first = addresses_of(cache, {sequence: [1, 2]})
 
-    second = cache.begin_step({sequence: [3]})
-
-    assert addresses == [
-        t.data_ptr() for t in (second.attention.block_tables, second.attention.kv_lens, second.attention.cu_q_lens)
-    ]
+    assert first == addresses_of(cache, {sequence: [3]})
 
 
 def test_a_step_that_does_not_fit_leaves_all_as_it_was() -> None:
@@ -145,8 +145,8 @@ def test_impossible_caches_are_refused(options: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_batch": 2.5}, "max_batch must be a whole number, was 2.5"),
-        ({"max_len": "a"}, "max_len must be a whole number, was 'a'"),
+        ({"max_batch": 2.5}, "max_batch must be an integer, was 2.5"),
+        ({"max_len": "a"}, "max_len must be an integer, was 'a'"),
         ({"dtype": torch.int32}, "dtype must be a floating point torch.dtype, was torch.int32"),
         ({"dtype": "float32"}, "dtype must be a floating point torch.dtype, was 'float32'"),
     ],
@@ -242,6 +242,10 @@ def test_keep_is_refused_outside_the_step() -> None:
         cache.end_step(batch, keep={other: 1})
     with pytest.raises(ValueError, match="must be 0 to 2, was 3"):
         cache.end_step(batch, keep={sequence: 3})
+    no_counts: tuple[Any, ...] = (1.0, True)
+    for count in no_counts:
+        with pytest.raises(TypeError, match=rf"keep\[.*\] must be an integer, was {count}"):
+            cache.end_step(batch, keep={sequence: count})
     cache.end_step(batch, keep={sequence: 1})
 
     assert sequence.num_tokens == 1

@@ -35,7 +35,7 @@ def test_the_step_ends_without_the_closed_sequence(leave: Callable[..., None]) -
     assert (len(kept), 0) == (stays.num_tokens, stays.num_reserved)
     assert bool(kept) == cache.allocator.stats().referenced
     new = [6, 7, 8][len(kept) :]
-    cache.end_step(run_step(cache, {stays: new}, {stays: kept}))  # type: ignore[arg-type]
+    cache.end_step(run_step(cache, {stays: new}, {stays: kept}))
     cache.allocator.check()
 
 
@@ -52,7 +52,7 @@ def test_pages_of_the_step_are_not_handed_out_in_it() -> None:
     with pytest.raises(OutOfPages) as refused:
         cache.open([8]).reserve(1)
     assert (1, 0) == (refused.value.needed, refused.value.available)
-    cache.end_step(batch)  # type: ignore[arg-type]
+    cache.end_step(batch)
     assert 2 == cache.allocator.stats().free
 
 
@@ -64,8 +64,8 @@ def test_all_closed() -> None:
     batch = run_step(cache, {s: [n, n] for n, s in zip((1, 2), sequences, strict=True)}, histories)
     for sequence in sequences:
         sequence.close()
-    cache.end_step(batch, keep={sequences[0]: 1})  # type: ignore[arg-type]
+    cache.end_step(batch, keep={sequences[0]: 1})
     assert 8 == cache.allocator.stats().free
     again = cache.open([1, 2])
-    cache.abandon_step(run_step(cache, {again: [1, 2]}, {again: []}))  # type: ignore[arg-type]
+    cache.abandon_step(run_step(cache, {again: [1, 2]}, {again: []}))
     assert 8 == cache.allocator.stats().free

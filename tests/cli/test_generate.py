@@ -167,3 +167,17 @@ def test_a_broken_weights_file_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert 2 == main(["generate", "--model", str(tmp_path), "x"])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("pagedkv: error: --model must be a folder with a decoder-only model")
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_a_stream_that_knows_no_unicode_goes_on(
+    tiny_chat: Path, monkeypatch: pytest.MonkeyPatch, extra: list[str]
+) -> None:
+    """On an ASCII stdout (PYTHONIOENCODING=ascii) what it cannot hold is escaped; JSON stays JSON."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict"))
+    options = ["--model", str(tiny_chat), "--max-new-tokens", "3", *extra]
+
+    assert 0 == main(["generate", *options, "née 🦊", "two"])
+    first = written.getvalue().decode("ascii").splitlines()[0]
+    assert (json.loads(first)["prompt"] if extra else first) == ("née 🦊" if extra else r"[1] n\xe9e \U0001f98a")

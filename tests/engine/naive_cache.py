@@ -45,23 +45,39 @@ class NaiveSequence:
         """Raise if the handle was closed."""
         assert not self.closed, "a closed sequence was used"
 
-    def room(self, num_tokens: int) -> Room:
+    def room(self, num_tokens: int, *, chunk: int | None = None) -> Room:
         """Return pages for ``num_tokens`` more tokens, and those available."""
         self.require_open()
         needed = -(-(self.num_tokens + num_tokens) // self.cache.page_size) - len(self.pages)
-        return Room(needed, self.cache.available())
+        return Room(needed + (self.shares_tail and num_tokens > 0), self.cache.available())
+
+    @property
+    def shares_tail(self) -> bool:
+        """Whether the page that the next token goes to is half full and not its own."""
+        return self.num_tokens % self.cache.page_size > 0 and self.pages[-1].references > 1
 
     def marks(self) -> list[Mark]:
         """Return everything stored, read through the pages."""
         return [mark for page in self.pages for mark in page.marks]
 
     def fork(self) -> NaiveSequence:
-        """The engine under test never forks."""
-        raise AssertionError("fork was called")
+        """Return a second sequence on the same pages; a shared tail is copied when either is next written."""
+        self.require_open()
+        assert self.cache.in_flight is None, "a sequence was forked inside a step"
+        twin = NaiveSequence(self.cache, list(self.text), list(self.pages))
+        twin.num_tokens, twin.num_cached_tokens = self.num_tokens, 0
+        for page in twin.pages:
+            page.references += 1
+        self.cache.sequences.append(twin)
+        return twin
 
     def truncate(self, num_tokens: int) -> None:
-        """The engine under test never truncates."""
-        raise AssertionError(f"truncate({num_tokens}) was called")
+        """Forget tokens; pages that hold none of the rest go back, and a page cut in two must be nobody else's."""
+        self.require_open()
+        assert num_tokens <= self.num_tokens
+        self.num_tokens = num_tokens
+        del self.text[num_tokens:]
+        self.cache.cut(self)
 
     def close(self) -> None:
         """Give every page back."""
@@ -100,7 +116,9 @@ class NaiveCache:
         self.sequences.append(sequence)
         return sequence
 
-    def room(self, tokens: Sequence[int], *, growth: int = 0, namespace: Hashable = None) -> Room:
+    def room(
+        self, tokens: Sequence[int], *, growth: int = 0, chunk: int | None = None, namespace: Hashable = None
+    ) -> Room:
         """Return pages needed beyond the hits, and those available beside them."""
         hits = self._hits(list(tokens))
         needed = -(-(len(tokens) + growth) // self.page_size) - len(hits)
@@ -121,6 +139,8 @@ class NaiveCache:
         for sequence, row in inputs.items():
             known = sequence.text[sequence.num_tokens : sequence.num_tokens + len(row)]
             assert list(row)[: len(known)] == known, "a step's tokens differ from the opened text"
+            if sequence.shares_tail:
+                self._copy_tail(sequence)
             for _ in range(sequence.room(len(row)).needed):
                 sequence.pages.append(self._take())
         starts = [sequence.num_tokens for sequence in inputs]
@@ -146,13 +166,23 @@ class NaiveCache:
         """Nothing to attend to."""
         return q
 
+    def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing is stored."""
+        return torch.empty(0), torch.empty(0)
+
+    def held_positions(self, layer: int, batch: StepBatch) -> list[Any]:
+        """Nothing is held."""
+        return []
+
     def end_step(self, batch: StepBatch, *, keep: Mapping[Any, int] | None = None) -> None:
         """Commit; full pages become findable."""
         assert batch is self.in_flight, "another step is in flight"
-        assert keep is None, "keep was used"
         self.in_flight = None
         for sequence, count in zip(batch.sequences, batch.q_lens, strict=True):
-            sequence.num_tokens += count
+            kept = count if keep is None else keep.get(sequence, count)
+            assert 1 <= kept <= count, "a step must keep something, and no more than it fed"
+            sequence.num_tokens += kept
+            self.cut(sequence)
             if self.prefix_cache:
                 self._publish(sequence)
 
@@ -161,10 +191,22 @@ class NaiveCache:
         assert batch is self.in_flight, "another step is in flight"
         self.in_flight = None
         for sequence in batch.sequences:
-            kept = -(-sequence.num_tokens // self.page_size)
-            for page in sequence.pages[kept:]:
-                self.release(page)
-            del sequence.pages[kept:]
+            self.cut(sequence)
+
+    def cut(self, sequence: NaiveSequence) -> None:
+        """Drop what stands behind a sequence's last token: whole pages, and marks in a page of its own."""
+        kept = -(-sequence.num_tokens // self.page_size)
+        for page in sequence.pages[kept:]:
+            self.release(page)
+        del sequence.pages[kept:]
+        if sequence.pages and sequence.pages[-1].references == 1 and sequence.pages[-1].key is None:
+            del sequence.pages[-1].marks[sequence.num_tokens - (kept - 1) * self.page_size :]
+
+    def _copy_tail(self, sequence: NaiveSequence) -> None:
+        old, new = sequence.pages[-1], self._take()
+        new.marks = list(old.marks)
+        sequence.pages[-1] = new
+        self.release(old)
 
     def usage(self) -> CacheUsage:
         """Return what live sequences hold."""

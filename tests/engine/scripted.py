@@ -45,23 +45,30 @@ class ScriptedRunner:
         self.fed: list[dict[tuple[int, ...], int]] = []
         self.fail_next = 0
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Store the step's marks, check all of a sequence's, and answer for each."""
+    def forward(self, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Store the step's marks, check all of a sequence's, and answer for each of the step's tokens."""
         self.cache.store(batch)
-        logits = torch.zeros(len(batch.sequences), self.vocab)
-        ids = torch.arange(self.vocab)
+        wanted = set((batch.last_rows if rows is None else rows).tolist())
+        logits = torch.zeros(sum(batch.q_lens), self.vocab)
         step = {}
-        for row, (sequence, count) in enumerate(zip(batch.sequences, batch.q_lens, strict=True)):
+        first = 0
+        for sequence, count in zip(batch.sequences, batch.q_lens, strict=True):
             marks = sequence.marks()
             assert [position for position, _ in marks] == list(range(sequence.num_tokens + count))
             text = [token for _, token in marks]
-            logits[row] = -((ids - self.rule(text)) % self.vocab).float() / 10
+            for row in wanted & set(range(first, first + count)):
+                logits[row] = self.answer(text[: sequence.num_tokens + row - first + 1])
+            first += count
             step[tuple(text)] = count
         self.fed.append(step)
         if self.fail_next:
             self.fail_next -= 1
             raise RuntimeError("the scripted runner fails on purpose")
-        return logits
+        return logits[batch.last_rows if rows is None else rows]
+
+    def answer(self, text: Sequence[int]) -> torch.Tensor:
+        """Return the logits ``[vocab]`` after ``text``."""
+        return -((torch.arange(self.vocab) - self.rule(text)) % self.vocab).float() / 10
 
 
 def make_core(

@@ -439,7 +439,7 @@ def test_two_threads_cannot_step_at_once() -> None:
         thread.join()
         return forward(batch)
 
-    runner.forward = slow  # type: ignore[method-assign]
+    runner.forward = slow  # type: ignore[method-assign,assignment]
     core.step()
     runner.forward = forward  # type: ignore[method-assign]
 

@@ -84,9 +84,9 @@ def test_prompts_come_in_many_shapes(prompt: Any) -> None:
     [
         ([0, -1], ValueError, r"prompt\[1\] must be 0 to 9, was -1"),
         ([10], ValueError, r"prompt\[0\] must be 0 to 9, was 10"),
-        ([True], TypeError, r"prompt\[0\] must be an int, was True"),
+        ([True], TypeError, r"prompt\[0\] must be an integer, was True"),
         ([np.bool_(True)], TypeError, r"prompt\[0\] must be an int"),
-        ([1.0], TypeError, r"prompt\[0\] must be an int, was 1.0"),
+        ([1.0], TypeError, r"prompt\[0\] must be an integer, was 1.0"),
         ([[1, 2]], TypeError, r"prompt\[0\] must be an int"),
         ("text", TypeError, "prompt must be a list of token ids, was str"),
         (b"text", TypeError, "prompt must be a list of token ids, was bytes"),

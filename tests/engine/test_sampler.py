@@ -11,14 +11,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.engine import SamplingParams
+from pagedkv.engine import SamplingParams, sampler
 from pagedkv.engine.philox import uniforms
-from pagedkv.engine.sampler import sample
+from pagedkv.engine.sampler import SampleRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GREEDY = SamplingParams()
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> list[int]:
+    """Return a token for each row."""
+    rows = [SampleRow(*row) for row in zip(params, seeds, positions, strict=True)]
+    return sampler.sample(logits, rows)
 
 
 def draws(logits: Sequence[float], params: SamplingParams, count: int) -> list[int]:

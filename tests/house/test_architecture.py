@@ -16,15 +16,17 @@ from tests.house.source_tree import LINKS, ROOT, Import, imports_in, imports_of,
 # What each part of the package may import of it. A new part takes its place here first.
 ARROWS = {
     "allocator": set[str](),
-    "attention": set[str](),
+    "native": set[str](),
+    "attention": {"native"},
     "backend": {"allocator", "attention"},
     "spec": {"allocator"},
     "layer_groups": {"allocator", "spec"},
-    "sizing": {"spec"},
+    "sizing": {"allocator"},
+    "page_tensors": {"allocator", "attention", "layer_groups", "spec"},
     "step": {"allocator", "attention", "backend"},
-    "cache": {"allocator", "attention", "backend", "sizing", "spec", "step"},
+    "cache": {"allocator", "attention", "backend", "page_tensors", "sizing", "spec", "step"},
     "transformers": {"allocator", "attention", "backend", "cache", "sizing", "spec", "step"},
-    "engine": {"allocator", "attention", "backend", "cache", "sizing", "spec", "step", "transformers"},
+    "engine": {"allocator", "attention", "backend", "cache", "native", "sizing", "spec", "step", "transformers"},
     "cli": {"allocator", "attention", "backend", "cache", "engine", "sizing", "spec", "transformers"},
     "testing": {"allocator", "attention", "backend", "spec"},
     "__main__": {"cli"},
@@ -166,7 +168,9 @@ def test_linter_sees_every_file_once() -> None:
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     seen = sorted(name for name in listed if name.endswith(".py"))
 
-    assert sorted(str(path) for path in python_files("pagedkv", "tests", "benchmarks")) == seen
+    files = [ROOT / "hatch_build.py", *python_files("pagedkv", "tests", "benchmarks")]
+
+    assert sorted(map(str, files)) == seen
 
 
 def test_version_is_the_same_everywhere() -> None:

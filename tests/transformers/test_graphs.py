@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.spec import KVSpec
 from pagedkv.transformers import ModelRunner
 from pagedkv.transformers.graphs import DecodeGraphs, PaddingBackend, padded_rows
 from tests.tiny_models import tiny
@@ -29,13 +30,13 @@ class Recorder:
         return step
 
 
-def build() -> tuple[PagedKVCache, ModelRunner, DecodeGraphs, Recorder]:
+def build(name: str = "llama") -> tuple[PagedKVCache, ModelRunner, DecodeGraphs, Recorder]:
     """Return a cache, an eager runner on it and its graphs."""
-    model = tiny("llama")
-    cache = PagedKVCache.from_config(model.config, num_pages=64, page_size=4, max_batch=16, max_len=64, check=True)
+    model = tiny(name)
+    cache = PagedKVCache.from_config(model.config, num_pages=256, page_size=4, max_batch=16, max_len=64, check=True)
     runner = ModelRunner(model, cache)
     recorder = Recorder()
-    return cache, runner, DecodeGraphs(runner._forward, cache, runner.layer_specs, recorder), recorder
+    return cache, runner, DecodeGraphs(runner._forward, cache, runner._routes, recorder), recorder
 
 
 def decode(cache: PagedKVCache, run: Any, sequences: list[Any], tokens: list[int]) -> torch.Tensor:
@@ -56,9 +57,13 @@ def prefilled(cache: PagedKVCache, runner: ModelRunner, lengths: list[int]) -> l
     return sequences
 
 
-def test_padded_steps_give_the_eager_logits() -> None:
-    """Batches of several sizes, grown and shrunk, through one captured step each: the logits of the step as it is."""
-    cache, runner, graphs, recorder = build()
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_padded_steps_give_the_eager_logits(name: str) -> None:
+    """Batches of several sizes, grown and shrunk, through one captured step each: the logits of the step as it is.
+
+    The second model has several layer groups, whose windows have given pages back.
+    """
+    cache, runner, graphs, recorder = build(name)
     sequences = prefilled(cache, runner, [3, 9, 17, 4, 30])
     for count in (3, 5, 4, 1, 3):
         tokens = [11 + count + i for i in range(count)]
@@ -72,24 +77,24 @@ def test_padded_steps_give_the_eager_logits() -> None:
 
 def test_addresses_stay_and_padding_is_null() -> None:
     """Every tensor that a captured step reads is where it was; rows past the batch are empty and name the null page."""
-    cache, runner, _, _ = build()
+    cache, runner, _, _ = build("gemma3")
     sequences = prefilled(cache, runner, [3, 9, 17])
     seen = []
+    assert len(cache.allocator.groups) > 1
     for count in (3, 2):
         batch = cache.begin_step({sequence: [5] for sequence in sequences[:count]})
         padded = cache.pad_step(batch, 4)
-        attention = padded.attention
-        tensors = [
-            padded.input_ids, padded.position_ids, padded.last_rows, padded.slot_mapping,
-            attention.block_tables, attention.kv_lens, attention.cu_q_lens,
-        ]  # fmt: skip
-        seen.append([(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors])
+        tensors = [padded.input_ids, padded.position_ids, padded.last_rows]
+        for home, step in padded.groups.items():
+            attention = step.attention
+            tensors += [step.slot_mapping, attention.block_tables, attention.kv_lens, attention.cu_q_lens]
 
-        assert attention.max_kv_len == 64
-        assert attention.kv_lens.tolist() == [4, 10, 18, 0][:count] + [0] * (4 - count)
-        assert (attention.block_tables[count:] == 0).all()
-        assert (padded.slot_mapping[count:] == 0).all()
-        assert padded.slot_mapping[:count].tolist() == batch.slot_mapping.tolist()
+            assert attention.max_kv_len == 64
+            assert attention.kv_lens.tolist() == [4, 10, 18, 0][:count] + [0] * (4 - count)
+            assert (attention.block_tables[count:] == 0).all()
+            assert (step.slot_mapping[count:] == 0).all()
+            assert step.slot_mapping[:count].tolist() == batch.groups[home].slot_mapping.tolist()
+        seen.append([(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors])
         q = torch.randn(4, 4, cache.spec.layers[0].k_dim)
         kv = torch.randn(4, cache.spec.layers[0].num_kv_heads, cache.spec.layers[0].k_dim)
         cache.write(0, kv, kv, padded)
@@ -101,18 +106,49 @@ def test_addresses_stay_and_padding_is_null() -> None:
 
 
 def test_only_pure_decode_is_served() -> None:
-    """A step with a chunk in it, and one of too many sequences, run as they are."""
+    """A step with a chunk in it, one of tokens without ids, and one of too many sequences, run as they are."""
     cache, runner, graphs, _ = build()
     (sequence,) = prefilled(cache, runner, [6])
     mixed = cache.begin_step({sequence: [5], cache.open([81, 82, 83]): [81, 82, 83]})
     assert not graphs.serves(mixed)
-    with pytest.raises(ValueError, match=r"step must bring one token for each of at most 4 sequences, brings \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"step must bring one token, .* at most 4 sequences, brings \[1, 3\]"):
         cache.pad_step(mixed, 4)
     cache.abandon_step(mixed)
+    nameless = cache.begin_step({sequence: 1})
+    assert not graphs.serves(nameless)
+    with pytest.raises(ValueError, match=r"step must bring one token, .*, brings \[1\] without ids"):
+        cache.pad_step(nameless, 4)
+    cache.abandon_step(nameless)
     batch = cache.begin_step({sequence: [5]})
     assert graphs.serves(batch)
     batch.q_lens = [1] * 257
     assert not graphs.serves(batch)
+
+
+def test_layers_on_several_devices_are_not_padded() -> None:
+    """Where layers live on more than one device no step is served, and padding is refused by name."""
+    cache = PagedKVCache(
+        KVSpec.from_config(tiny("llama").config), num_pages=8, max_batch=2, max_len=64, device_map={0: "cpu", 1: "meta"}
+    )
+    batch = cache.begin_step({cache.open([5]): [5]})
+
+    assert not cache.can_pad(batch)
+    with pytest.raises(ValueError, match="step must have its layers on one device to be padded"):
+        cache.pad_step(batch, 2)
+
+
+def test_a_runner_with_graphs_replays_decode_and_picks_the_rows_asked_for() -> None:
+    """The runner hands decode to its graphs, and everything else to the model; ``rows`` choose among the logits."""
+    cache, runner, graphs, recorder = build()
+    sequences = prefilled(cache, runner, [3, 9, 17])
+    whole = decode(cache, runner.forward, sequences, [5, 6, 7])
+    runner._graphs = graphs
+    some = decode(cache, lambda batch: runner.forward(batch, torch.tensor([2, 0])), sequences, [5, 6, 7])
+
+    assert recorder.captured == 1
+    torch.testing.assert_close(some, whole[[2, 0]], rtol=0, atol=1e-5)
+    prefilled(cache, runner, [4])
+    assert recorder.captured == 1
 
 
 def test_rows_are_padded_little() -> None:
@@ -141,7 +177,7 @@ def test_a_model_that_cannot_be_captured_says_what_to_do() -> None:
     def failing(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = DecodeGraphs(runner._forward, cache, runner.layer_specs, failing)
+    graphs = DecodeGraphs(runner._forward, cache, runner._routes, failing)
     (sequence,) = prefilled(cache, runner, [6])
     batch = cache.begin_step({sequence: [5]})
     with pytest.raises(RuntimeError, match="use cuda_graphs=False: operation not permitted"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from pagedkv.cache import PagedKVCache
 from pagedkv.engine.baselines import ConcatCache
 from pagedkv.spec import KVSpec
-from pagedkv.transformers import ModelRunner, UnsupportedModel
+from pagedkv.transformers import ModelRunner, UnsupportedModel, observe_kv_spec
 from pagedkv.transformers.versions import require_supported
-from tests.tiny_models import SUPPORTED, UNSUPPORTED, WINDOW, build, stock_logits, tiny, tiny_config
+from tests.engine.ragged import run_schedule
+from tests.tiny_models import GATHERED, SUPPORTED, UNSUPPORTED, WINDOW, build, stock_logits, tiny, tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +27,7 @@ TEXT = [5, 17, 42, 8, 23, 61, 90, 3, 77, 12, 55, 31]
 
 def runner_of(model: Any) -> tuple[ModelRunner, ConcatCache]:
     """Return a runner on a concatenating backend."""
-    backend = ConcatCache(KVSpec.from_config(model.config), dtype=model.dtype)
+    backend = ConcatCache(observe_kv_spec(model), dtype=model.dtype)
     return ModelRunner(model, backend), backend
 
 
@@ -45,7 +48,7 @@ def config_text(model: Any) -> str:
     return repr([sorted((key, repr(value)) for key, value in vars(one).items()) for one in configs.values()])
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", SUPPORTED + GATHERED)
 @pytest.mark.parametrize("chunks", [(12,), (1,) * 12, (3,) * 4, (8, 4)], ids=str)
 def test_any_chunking_gives_the_same_logits(name: str, chunks: tuple[int, ...]) -> None:
     """Positions are the text's own whatever the chunks (transformers#43082, unsloth#3699)."""
@@ -56,7 +59,7 @@ def test_any_chunking_gives_the_same_logits(name: str, chunks: tuple[int, ...]) 
     torch.testing.assert_close(logits_of(runner, backend, TEXT, chunks), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", SUPPORTED + GATHERED)
 def test_history_matters(name: str) -> None:
     """The models under test can tell: without the first half of the text their logits move by a tenth and more."""
     logits = stock_logits(tiny(name), TEXT)[-1]
@@ -132,9 +135,6 @@ REASONS = {
     "bloom": "BloomForCausalLM.forward must take 'position_ids'",
     "mamba": "recurrent state",
     "qwen3_next": "recurrent state",
-    "deepseek_v3": "latents",
-    "jetmoe": "JetMoeAttention attends to K and V that are not what it stored",
-    "llama4": "within chunks",
 }
 
 
@@ -227,6 +227,50 @@ def test_values_that_change_after_the_door_are_refused() -> None:
     model.model.layers[1].self_attn.scaling = 0.9
     with pytest.raises(UnsupportedModel, match=r"layer 1 must attend as bound .* now says scale 0.9"):
         runner.forward(backend.begin_step({backend.open(TEXT): TEXT}))
+
+
+def gathers(layers: set[int], name: str) -> None:
+    """Assert which layers of a tiny model are handed their histories, and that a page-wise store serves them."""
+    model = tiny(name)
+    store = PagedKVCache.from_config(observe_kv_spec(model), num_pages=32, page_size=4, check=True)
+    runner = ModelRunner(model, store)
+    assert layers == runner.gathered_layers
+    _, error = run_schedule(runner, store)
+    assert error < 1e-4
+
+
+def test_layers_that_change_what_they_store_are_handed_their_histories() -> None:
+    """Latents that are expanded later (MLA) and repeated heads (JetMoe) are learned at the door, not listed.
+
+    Chunked layers of a hybrid (Llama 4) are handed theirs because pages know windows that slide only; its full layers
+    stay on pages.
+    """
+    gathers({0, 1}, "deepseek_v3")
+    gathers({0, 1}, "jetmoe")
+    chunked = {index for index, layer in enumerate(KVSpec.from_config(tiny_config("llama4")).layers) if layer.chunked}
+    assert chunked
+    gathers(chunked, "llama4")
+    gathers(set(), "gemma3")
+
+
+def test_histories_of_another_length_are_refused() -> None:
+    """A layer that drops a key of what it was handed is refused; it cannot be cut by lengths any more."""
+    model = build(tiny_config("jetmoe"))
+    runner, backend = runner_of(model)
+    module = sys.modules[type(model).__module__]
+    stock = module.ALL_ATTENTION_FUNCTIONS["pagedkv"]
+
+    def short(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(module, query, key[:, :, 1:], value[:, :, 1:], *args, **kwargs)
+
+    sequence = backend.open(TEXT)
+    batch = backend.begin_step({sequence: TEXT})
+    module.ALL_ATTENTION_FUNCTIONS["pagedkv"] = short
+    try:
+        with pytest.raises(UnsupportedModel, match="attends to 11 keys and 11 values, was given 12"):
+            runner.forward(batch)
+    finally:
+        module.ALL_ATTENTION_FUNCTIONS["pagedkv"] = stock
 
 
 class RecordingCache(ConcatCache):

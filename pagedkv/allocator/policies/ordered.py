@@ -41,11 +41,17 @@ class OrderedPages:
 
     def add(self, page: int, rank: float, ticket: int) -> None:
         """Add a page, or move it to another place."""
-        self.discard(page)
+        if page in self._entry_of:
+            self.discard(page)
         entry = self._entry_of[page] = (rank, ticket, page)
-        at = bisect_right(self._lows, entry) - 1
+        at = len(self._runs) - 1
         run = self._runs[at]
-        insort(run, entry)
+        if run and run[-1] < entry:  # the newest of the highest rank, as often as not
+            run.append(entry)
+        else:
+            at = bisect_right(self._lows, entry) - 1
+            run = self._runs[at]
+            insort(run, entry)
         if len(run) > _RUN:
             half = len(run) // 2
             self._runs.insert(at + 1, run[half:])
@@ -56,6 +62,12 @@ class OrderedPages:
         """Take a page out, if it is in."""
         entry = self._entry_of.pop(page, None)
         if entry is None:
+            return
+        first = self._runs[0]
+        if first and first[0] is entry:  # a victim, as often as not
+            del first[0]
+            if not first and len(self._runs) > 1:
+                del self._runs[0], self._lows[1]  # the lowest bound stays below everything
             return
         at = bisect_right(self._lows, entry) - 1
         run = self._runs[at]

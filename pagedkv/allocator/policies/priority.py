@@ -40,9 +40,7 @@ class Priority:
     def __init__(self, default: int = 35, *, clock: Callable[[], float] | None = None, max_marks: int = 65536) -> None:
         """Start with no pages and no marks."""
         self._default = _require_priority(default, "default")
-        if count_of(max_marks, "max_marks") < 1:
-            raise ValueError(f"max_marks must be at least 1, was {max_marks}")
-        self._max_marks = max_marks
+        self._max_marks = count_of(max_marks, "max_marks", 1)
         self._calls = 0
         self._clock: Callable[[], float] = (lambda: self._calls) if clock is None else clock
         self._marks: OrderedDict[bytes, tuple[int, float | None]] = OrderedDict()
@@ -154,7 +152,4 @@ class Priority:
 
 
 def _require_priority(value: int, name: str) -> int:
-    priority = count_of(value, name)
-    if priority > HIGHEST:
-        raise ValueError(f"{name} must be 0 to {HIGHEST}, was {priority}")
-    return priority
+    return count_of(value, name, 0, HIGHEST)

@@ -115,7 +115,10 @@ def _chain(request: Request, index: int, page_size: int, outputs_known: bool) ->
 
 
 class Belady:
-    """The reference as an eviction policy: `expect` tells it what is to come, everything else is the protocol."""
+    """The reference as an eviction policy: `expect` tells it what is to come, everything else is the protocol.
+
+    It has no method `stored`: what a page holds is known from `expect`, so no digest need be made.
+    """
 
     def __init__(self) -> None:
         """Start with no candidates and no expectations."""
@@ -127,9 +130,6 @@ class Belady:
     def expect(self, pages: Sequence[int], uses: Sequence[int]) -> None:
         """Say when each page will be used next, for when it is released; pages never spoken of: never."""
         self._next.update(zip(pages, uses, strict=True))
-
-    def stored(self, pages: list[int], identities: list[bytes]) -> None:
-        """Nothing: what a page holds is known from `expect`."""
 
     def hit(self, pages: list[int]) -> None:
         """Nothing: what matters is the next use, not the last."""

@@ -122,3 +122,23 @@ class EventLog:
     def was_reset(self) -> None:
         """Write that the cache was reset."""
         self._write(event="reset")
+
+    def pinned(self, pin: int, num_tokens: int, at: float) -> None:
+        """Write the pin's number and the tokens it holds."""
+        self._write(event="pin", pin=pin, at=at, tokens=num_tokens)
+
+    def unpinned(self, pin: int) -> None:
+        """Write the pin's number."""
+        self._write(event="unpin", pin=pin)
+
+    def step_began(self, step: int, at: float) -> None:
+        """Write the step's number."""
+        self._write(event="step", step=step, at=at)
+
+    def step_ended(self, step: int) -> None:
+        """Write the step's number."""
+        self._write(event="step_end", step=step)
+
+    def swapped(self, sequence: int, *, to_host: bool) -> None:
+        """Write where the sequence lies now."""
+        self._write(event="swap", seq=sequence, to="host" if to_host else "device")

@@ -126,8 +126,30 @@ class _Reader:
     def _reset(self, record: dict[str, Any]) -> None:
         pass
 
+    # What was held besides sequences is not replayed; it must be well formed all the same.
 
-_EVENTS = ("open", "commit", "fork", "truncate", "close", "evict", "reset")
+    def _pin(self, record: dict[str, Any]) -> None:
+        count_in(field_of(record, "pin"), "pin")
+        count_in(field_of(record, "tokens"), "tokens")
+
+    def _unpin(self, record: dict[str, Any]) -> None:
+        count_in(field_of(record, "pin"), "pin")
+
+    def _step(self, record: dict[str, Any]) -> None:
+        count_in(field_of(record, "step"), "step")
+
+    def _step_end(self, record: dict[str, Any]) -> None:
+        count_in(field_of(record, "step"), "step")
+
+    def _swap(self, record: dict[str, Any]) -> None:
+        self._draft(field_of(record, "seq"))
+        if field_of(record, "to") not in {"host", "device"}:
+            raise ValueError(f"to must be 'host' or 'device', was {str(record['to'])[:40]!r}")
+
+
+_EVENTS = (
+    "open", "commit", "fork", "truncate", "close", "evict", "reset", "pin", "unpin", "step", "step_end", "swap",
+)  # fmt: skip
 
 
 def _media(spans: Any, length: int) -> list[tuple[int, int, str | None]]:

@@ -2,7 +2,7 @@
 
 Takes the operator's arguments on a GPU, or on a CPU under ``TRITON_INTERPRET=1``, which is for tests: the interpreter
 is slow and cannot multiply bf16. It never waits for the device: what a step needs follows from shapes and from
-``max_q_len`` and ``max_kv_len``. docs/kernels-gpu.md draws how each kernel walks a table.
+``max_q_len`` and ``max_kv_len``. docs/kernels.md draws how each kernel walks a table.
 
 Triton is imported when a call is served, not before. Files: ``tuning`` (tile sizes), ``arithmetic``, ``walk``
 (through a table), ``decode``, ``prefill``, ``cascade`` (shared prefixes), ``write_kernels``, ``launch`` and
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..calls import AttendCall, WriteCall
 
 __all__ = ["attend", "cannot_attend", "cannot_copy", "cannot_write", "copy", "write"]
-
-_MOST_ROWS = 2**31 - 1
 
 
 @cache
@@ -62,8 +60,6 @@ def cannot_attend(call: AttendCall) -> str | None:
         return "q must be float32, bfloat16 or float16, got torch.float64"
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return "q must be float32 or float16 under Triton's interpreter, got torch.bfloat16"
-    if q.shape[0] > _MOST_ROWS:
-        return f"q must have at most {_MOST_ROWS} rows, got {q.shape[0]}"
     return _cannot_run("q", q.device) or _cannot_page(k_pages, call.v_pages)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..shared_prefix import KEY, Costs, SharedPrefixes, pays
+from ..shared_prefix import Costs, SharedPrefixes, pays, shared_of
 from ..transfer import to_device
 from .cascade import cascade_kernel
 from .decode import decode_kernel, merge_kernel
@@ -229,8 +229,10 @@ def _per_head(values: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tens
 def _shared_for(call: AttendCall, plan: Plan) -> SharedTiles | None:
     """Return what to cascade in layers like this one, or None: nothing shared, a window, or it does not pay."""
     batch, layer = call.batch, plan.layer
-    shared: SharedPrefixes | None = batch.prepared.get(KEY)
-    if shared is None or call.spec.window is not None:
+    if call.spec.window is not None:
+        return None
+    shared = shared_of(batch)
+    if shared is None:
         return None
     key = ("triton cascade", id(shared), layer)
     if key not in batch.prepared:

@@ -26,7 +26,7 @@ _WORDS = {4: (torch.int32, tl.int32), 2: (torch.int16, tl.int16), 1: (torch.int8
 
 def launch_write(call: WriteCall) -> None:
     """Store K and V of every token; fp8 pages are written as the bytes they are."""
-    k, v, k_pages, v_pages, slot_mapping, kv_scales = call
+    k, v, k_pages, v_pages, slot_mapping, kv_scales, _ = call
     num_tokens, num_heads, k_dim = k.shape
     if num_tokens == 0:
         return

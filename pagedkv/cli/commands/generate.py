@@ -130,8 +130,13 @@ def _print_in_order(engine: Engine, prompts: list[str], *, as_json: bool) -> Non
             prompt, text = prompts[printed], texts[printed]
             if as_json:
                 record = {"prompt": prompt, "text": text, "finish_reason": reason, "new_tokens": num_tokens}
-                sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+                sys.stdout.write(json.dumps(record, ensure_ascii=not _writes_unicode()) + "\n")
             else:
                 sys.stdout.write(f"[{printed + 1}] {prompt}\n{text.strip()}\n\n")
             sys.stdout.flush()
             printed += 1
+
+
+def _writes_unicode() -> bool:
+    """Whether stdout takes every character; where not, JSON has escapes of its own for them."""
+    return (sys.stdout.encoding or "utf-8").lower().startswith("utf")

@@ -5,7 +5,8 @@ pagedkv.allocator.traces.EventLog. Up to --running requests run at once, in the 
 per round; docs/traces.md has the rules and what the columns mean. The policies are the very objects that serve live.
 'belady' knows what is to come: a strong reference, not a proof of what is possible.
 
-A large trace takes about a minute per policy and pool size; --limit reads its first requests alone.
+A large trace takes about a minute per policy and pool size; --limit reads its first requests alone, --policy names
+fewer policies.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``replay``."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the trace")
     parser.add_argument(
-        "--policy", default=f"lru,{REFERENCE}", metavar="P[,P…]",
-        help=f"policies of BlockAllocator, and {REFERENCE} (default: lru,{REFERENCE})",
+        "--policy", metavar="P[,P…]", help=f"policies of BlockAllocator, and {REFERENCE} (default: all of them)"
     )  # fmt: skip
     parser.add_argument("--pages", required=True, type=_page_counts, metavar="N[,N…]", help="usable pages of the pool")
     parser.add_argument("--page-size", type=at_least_one, default=16, metavar="N", help="tokens per page (default: 16)")
@@ -51,16 +51,17 @@ def run(args: argparse.Namespace) -> int:
     from pagedkv.allocator.traces import TraceError, read_trace
 
     if args.plot is not None:
-        _drawing()
+        _require_plot(args.plot)
     policies = _policies(args.policy)
+    _require_pool(args)
     try:
         trace = read_trace(args.file, limit=args.limit)
     except (TraceError, OSError) as error:
         raise CommandError(first_line(error)) from error
     try:
         results = _replay_all(trace, policies, args)
-    except (ValueError, MemoryError) as error:
-        raise CommandError(f"--pages and --page-size: {first_line(error)}") from error
+    except MemoryError as error:
+        raise CommandError(f"--pages: there is no memory for the books of {max(args.pages):,} pages") from error
     if args.json:
         sys.stdout.write(json.dumps(_as_json(trace, results, args)) + "\n")
     else:
@@ -74,18 +75,25 @@ def _page_counts(text: str) -> list[int]:
     return [at_least_one(part) for part in text.split(",")]
 
 
-def _policies(text: str) -> list[str]:
-    """Return the names, each once; a name that no policy has is refused before anything is read."""
-    from pagedkv.allocator import BlockAllocator
+def _policies(text: str | None) -> list[str]:
+    """Return the names, each once, all where none are given; one that no policy has is refused."""
+    from pagedkv.allocator.eviction import POLICIES
 
-    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    known = [*POLICIES, REFERENCE]
+    names = known if text is None else list(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if name != REFERENCE:
-            try:
-                BlockAllocator(2, 1, policy=name)
-            except ValueError as error:
-                raise CommandError(f"--policy: {first_line(error)}, or {REFERENCE!r}") from error
+        if name not in known:
+            raise CommandError(f"--policy must name policies among {', '.join(known)}, named {name!r}")
     return names
+
+
+def _require_pool(args: argparse.Namespace) -> None:
+    """Refuse pools and pages that no allocator can have."""
+    from pagedkv.allocator.block_allocator import MAX_PAGES
+
+    for name, value, most in (("pages", max(args.pages), MAX_PAGES - 1), ("page-size", args.page_size, MAX_PAGES)):
+        if value > most:
+            raise CommandError(f"--{name} must be at most {most}, was {value}")
 
 
 def _replay_all(trace: Trace, policies: list[str], args: argparse.Namespace) -> list[ReplayResult]:
@@ -145,7 +153,7 @@ def _show(console: Console, trace: Trace, results: list[ReplayResult]) -> None:
     from rich.table import Table
 
     console.print(f"{trace.path} ({trace.kind})", soft_wrap=True)
-    console.print(f"{len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens")
+    console.print(f"{_counted(len(trace.requests), 'request')}, {_counted(trace.prompt_tokens, 'prompt token')}")
     if trace.recorded_hit_tokens is not None:
         console.print(f"found stored when it was recorded: {trace.recorded_hit_tokens / trace.prompt_tokens:.2%}")
     for num_pages in dict.fromkeys(result.num_pages for result in results):
@@ -172,12 +180,18 @@ def _show(console: Console, trace: Trace, results: list[ReplayResult]) -> None:
         console.print()
         console.print(table)
         if of_pool[0].refused:
-            console.print(f"{of_pool[0].refused:,} requests are longer than the pool and were refused")
+            refused = of_pool[0].refused
+            verbs = "is longer than the pool and was" if refused == 1 else "are longer than the pool and were"
+            console.print(f"{_counted(refused, 'request')} {verbs} refused")
     console.print()
     if not trace.hits_known:
         console.print("The file has lengths only: every request is distinct, and hits cannot be known.")
     elif any(result.policy == REFERENCE for result in results):
         console.print(f"regret: points of hit rate behind {REFERENCE}, a strong reference, not a proof.")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _thousands(count: int) -> str:
@@ -195,6 +209,17 @@ def _drawing() -> type:
     return figure
 
 
+def _require_plot(path: Path) -> None:
+    """Refuse a picture that could not be written, before the work is done."""
+    kinds = _drawing()().canvas.get_supported_filetypes()
+    if not path.parent.is_dir():
+        raise CommandError(f"--plot: cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise CommandError(f"--plot: cannot write {str(path)!r}: it is a folder")
+    if path.suffix and path.suffix.removeprefix(".").lower() not in kinds:
+        raise CommandError(f"--plot must end in one of {', '.join(sorted(kinds))}, was {str(path)!r}")
+
+
 def _plot(trace: Trace, results: list[ReplayResult], path: Path) -> None:
     """Draw a line per policy: hit rate over pages, or memory used where hits cannot be known."""
     figure = _drawing()(figsize=(7, 4.5), layout="constrained")
@@ -208,12 +233,16 @@ def _plot(trace: Trace, results: list[ReplayResult], path: Path) -> None:
         style = "k--" if policy == REFERENCE else "o-"
         axes.plot([x for x, _ in points], [y for _, y in points], style, label=policy)
     axes.set_xscale("log")
+    sizes = sorted({result.num_pages for result in results})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
     axes.set_xlabel(f"pages of {results[0].page_size} tokens")
     axes.set_ylabel("prompt tokens found stored, %" if trace.hits_known else "pages held, mean %")
-    axes.set_title(f"{Path(trace.path).name}, {len(trace.requests):,} requests")
+    axes.set_title(f"{Path(trace.path).name}, {_counted(len(trace.requests), 'request')}")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CommandError(f"--plot: cannot write {str(path)!r}: {first_line(error)}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pagedkv.attention import LayerSpec
@@ -16,6 +17,8 @@ from pagedkv.engine.baselines.dense import attend_decode, attend_row, pad, visib
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from pagedkv.allocator import Room
     from pagedkv.spec import KVSpec
@@ -36,7 +39,7 @@ class DenseSequence:
         self.num_tokens = 0
         self.closed = False
 
-    def room(self, num_tokens: int) -> Room:
+    def room(self, num_tokens: int, *, chunk: int | None = None) -> Room:
         """Return the slots that ``num_tokens`` more tokens would take, and those available."""
         self.cache.require_idle(self)
         return self.cache.growth_room([self], [num_tokens])
@@ -101,7 +104,9 @@ class DenseCache(ABC):
         """Open an empty sequence that will hold ``tokens``."""
 
     @abstractmethod
-    def room(self, tokens: Sequence[int], *, growth: int = 0, namespace: Hashable = None) -> Room:
+    def room(
+        self, tokens: Sequence[int], *, growth: int = 0, chunk: int | None = None, namespace: Hashable = None
+    ) -> Room:
         """Return the slots that ``tokens`` and ``growth`` more would take now, and those available."""
 
     @abstractmethod
@@ -174,6 +179,8 @@ class DenseCache(ABC):
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Attend from q ``[total_q, num_q_heads, k_dim]`` to all that is stored: ``[total_q, num_q_heads, v_dim]``."""
         step = self.current(batch)
+        if self.spec.layers[layer].chunked:
+            raise ValueError(f"layer must attend by a window that slides, layer {layer} attends within chunks: gather")
         spec = self.layer_specs[layer]
         if len(step.decode_rows) == len(step.sequences) > 1:
             return self.attend_decode(layer, q, step)
@@ -187,6 +194,17 @@ class DenseCache(ABC):
             start, stop = step.offsets[row], step.offsets[row + 1]
             out[start:stop] = attend_row(q[start:stop], *self.stored(layer, step, row), spec)
         return out
+
+    def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's stored K and V, row after row, each ``[total_kv, num_kv_heads, dim]``."""
+        step = self.current(batch)
+        rows = [self.stored(layer, step, row) for row in range(len(step.sequences))]
+        k, v = torch.cat([k for k, _ in rows], dim=1), torch.cat([v for _, v in rows], dim=1)
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    def held_positions(self, layer: int, batch: StepBatch) -> list[NDArray[np.int64]]:
+        """Return all positions of each row: nothing is given back."""
+        return [np.arange(length) for length in self.current(batch).kv_lens]
 
     def attend_decode(self, layer: int, q: torch.Tensor, step: DenseStep) -> torch.Tensor:
         """Attend from the rows that decode, q ``[decode_rows, num_q_heads, k_dim]``, padded to the longest."""

@@ -65,7 +65,9 @@ class ConcatCache(DenseCache):
     def _empty(self, num_heads: int, dim: int) -> torch.Tensor:
         return torch.empty(num_heads, 0, dim, dtype=self.dtype, device=self.device)
 
-    def room(self, tokens: Sequence[int], *, growth: int = 0, namespace: Hashable = None) -> Room:
+    def room(
+        self, tokens: Sequence[int], *, growth: int = 0, chunk: int | None = None, namespace: Hashable = None
+    ) -> Room:
         """Return the slots that ``tokens`` and ``growth`` more would take now, and those available."""
         return Room(len(tokens) + growth, self._available())
 

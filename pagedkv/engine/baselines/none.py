@@ -37,7 +37,9 @@ class NoCache(DenseCache):
         """Open a sequence of which nothing is ever stored."""
         return DenseSequence(self)
 
-    def room(self, tokens: Sequence[int], *, growth: int = 0, namespace: Hashable = None) -> Room:
+    def room(
+        self, tokens: Sequence[int], *, growth: int = 0, chunk: int | None = None, namespace: Hashable = None
+    ) -> Room:
         """Return that any number of tokens fits."""
         return Room(len(tokens) + growth, sys.maxsize)
 

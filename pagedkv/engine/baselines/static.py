@@ -62,7 +62,9 @@ class StaticCache(DenseCache):
         """Open an empty sequence that will hold ``tokens``; its slab comes with its first step."""
         return DenseSequence(self)
 
-    def room(self, tokens: Sequence[int], *, growth: int = 0, namespace: Hashable = None) -> Room:
+    def room(
+        self, tokens: Sequence[int], *, growth: int = 0, chunk: int | None = None, namespace: Hashable = None
+    ) -> Room:
         """Return the slots of the slab that ``tokens`` and ``growth`` more would take, and those of free slabs.
 
         What is longer than a slab fits nowhere: then the longest that fits is said to be available.

@@ -1,0 +1,252 @@
+// Decode: one query token, all query heads of a KV head at once, so that K and V are read once for the group.
+//
+// Lanes are channels. Every tile of keys is walked twice: its K rows for the scores, four keys and a few heads in
+// registers together, then its V rows for the weighted sums. Meanwhile the rows of the next tile are asked for. A long
+// cold cache is read at the speed of the memory; see docs/kernels.md.
+#include "softmax.h"
+#include "work.h"
+
+namespace pagedkv {
+namespace {
+
+// Query heads whose scores are summed in registers together: four keys each, a query and a key vector besides.
+constexpr int kScoreHeads = kNumRegisters == 32 ? 4 : 3;
+
+// Query heads whose outputs are, and pairs of channel vectors for each: with 16 registers at most 8 sums beside the
+// weights (12 spill: decode bf16 hot, group 3, 1.14x slower).
+constexpr int kValueHeads = 4;
+template <int kHeads>
+constexpr int kValuePairs = kHeads == 1 ? 4 : kHeads == 2 || kNumRegisters == 32 ? 2 : 1;
+
+// sums[h][key] += query h . key, over one vector of channels: kHeads + 4 loads for 4 * kHeads multiply-adds.
+template <int kHeads, class Widen>
+inline void add_products(Floats (&sums)[kHeads][4], const float *queries, int64_t dim, Widen widen_key) {
+    Floats query[kHeads];
+    for (int h = 0; h < kHeads; h++) query[h] = load<Floats>(queries + h * dim);
+    for (int key = 0; key < 4; key++) {
+        const Floats channels = widen_key(key);
+        for (int h = 0; h < kHeads; h++) sums[h][key] += channels * query[h];
+    }
+}
+
+// scores[h][0..3] = query h . key 0..3, for heads 0 to kHeads - 1 and four rows of K.
+template <class Element, int kHeads>
+inline void four_scores(const float *queries, const char *const *rows, int64_t dim, float *scores) {
+    const Element *keys[4];
+    for (int key = 0; key < 4; key++) keys[key] = reinterpret_cast<const Element *>(rows[key]);
+    Floats sums[kHeads][4] = {};
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
+        add_products(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
+        add_products(sums, queries + i + kLanes, dim, [&](int key) { return widen_half<1>(keys[key] + i); });
+    }
+    if (i < dim) add_products(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
+    for (int h = 0; h < kHeads; h++) {
+        store_four_sums(scores + h * kTileKeys, sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
+    }
+}
+
+// Call `body` with 1 to kMost heads as a constant, until all are done; rather two and two than three and one.
+template <int kMost, class Body>
+inline void by_heads(int num_heads, Body body) {
+    for (int h = 0; h < num_heads;) {
+        const int left = num_heads - h;
+        const int count = left > kMost ? (left == kMost + 1 ? kMost - 1 : kMost) : left;
+        if (count == 4) {
+            if constexpr (kMost >= 4) body(std::integral_constant<int, 4>{}, h);
+        } else if (count == 3) {
+            body(std::integral_constant<int, 3>{}, h);
+        } else if (count == 2) {
+            body(std::integral_constant<int, 2>{}, h);
+        } else {
+            body(std::integral_constant<int, 1>{}, h);
+        }
+        h += count;
+    }
+}
+
+// Scores of a tile for all heads, four keys at a time so that their rows stay in L1 for every head; asks for the rows of
+// the next tile's K meanwhile.
+template <class Element>
+void tile_scores(const float *queries, int num_heads, const Tile &tile, const Tile *next, int64_t dim, float *scores) {
+    for (int key = 0; key < tile.count; key += 4) {
+        if (next) {
+            for (int i = key; i < key + 4; i++) prefetch_row(next->k[i], dim * sizeof(Element));
+        }
+        by_heads<kScoreHeads>(num_heads, [&](auto heads, int h) {
+            four_scores<Element, heads>(queries + h * dim, tile.k + key, dim, scores + h * kTileKeys + key);
+        });
+    }
+}
+
+// sums[h] = sums[h] * corrections[h] + weights[h] . V, for kHeads heads and 2 * kPairs vectors of channels at `offset`.
+template <class Element, int kHeads, int kPairs>
+void add_values(float *sums, const float *corrections, const float *weights, const Tile &tile, const Tile *next,
+                int64_t dim, int64_t offset) {
+    Floats added[kHeads][2 * kPairs] = {};
+    for (int key = 0; key < tile.count;) {
+        // Ask for eight rows, then work on eight: a branch in the inner loop costs registers.
+        const int stop = std::min(key + 8, tile.count);
+        if (next) {
+            for (int i = key; i < stop; i++) prefetch_row(next->v[i], dim * sizeof(Element));
+        }
+        for (; key < stop; key++) {
+            const Element *row = reinterpret_cast<const Element *>(tile.v[key]) + offset;
+            for (int pair = 0; pair < kPairs; pair++) {
+                const Floats first = widen_half<0>(row + pair * 2 * kLanes);
+                for (int h = 0; h < kHeads; h++) added[h][2 * pair] += weights[h * kTileKeys + key] * first;
+                const Floats second = widen_half<1>(row + pair * 2 * kLanes);
+                for (int h = 0; h < kHeads; h++) added[h][2 * pair + 1] += weights[h * kTileKeys + key] * second;
+            }
+        }
+    }
+    for (int h = 0; h < kHeads; h++) {
+        float *to = sums + h * dim + offset;
+        for (int i = 0; i < 2 * kPairs; i++, to += kLanes) store(to, load<Floats>(to) * corrections[h] + added[h][i]);
+    }
+}
+
+// The same for a last single vector of channels.
+template <class Element, int kHeads>
+void add_last_values(float *sums, const float *corrections, const float *weights, const Tile &tile, int64_t dim,
+                     int64_t offset) {
+    Floats added[kHeads] = {};
+    for (int key = 0; key < tile.count; key++) {
+        Floats channels = widen(reinterpret_cast<const Element *>(tile.v[key]) + offset);
+        for (int h = 0; h < kHeads; h++) added[h] += weights[h * kTileKeys + key] * channels;
+    }
+    for (int h = 0; h < kHeads; h++) {
+        float *to = sums + h * dim + offset;
+        store(to, load<Floats>(to) * corrections[h] + added[h]);
+    }
+}
+
+template <class Element, int kHeads>
+void tile_values(float *sums, const float *corrections, const float *weights, const Tile &tile, const Tile *next,
+                 int64_t dim) {
+    constexpr int kPairs = kValuePairs<kHeads>;
+    int64_t offset = 0;
+    for (; offset + kPairs * 2 * kLanes <= dim; offset += kPairs * 2 * kLanes) {
+        add_values<Element, kHeads, kPairs>(sums, corrections, weights, tile, offset ? nullptr : next, dim, offset);
+    }
+    for (; offset + 2 * kLanes <= dim; offset += 2 * kLanes) {
+        add_values<Element, kHeads, 1>(sums, corrections, weights, tile, offset ? nullptr : next, dim, offset);
+    }
+    if (offset < dim) add_last_values<Element, kHeads>(sums, corrections, weights, tile, dim, offset);
+}
+
+// What turns one head's products of a tile into weights.
+struct HeadRule {
+    ScoreRule rule;
+    float slope;  // ALiBi, in base 2
+    int64_t q_position;
+};
+
+// scores [count] become weights 2^(score - largest); updates the running softmax of the head. Returns the factor for
+// what was summed before.
+inline float weigh(float *scores, const Tile &tile, const float *k_scales, const HeadRule &head, float &largest,
+                   float &weight) {
+    Ints lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = i;
+    Floats top = splat(largest);
+    for (int key = 0; key < tile.count; key += kLanes) {
+        Floats score = load<Floats>(scores + key);
+        if (k_scales) score *= load<Floats>(k_scales + key);
+        score = head.rule.capped(score);
+        if (head.slope != 0) {
+            Ints distance = load<Ints>(tile.position + key) - static_cast<int32_t>(head.q_position);
+            score += head.slope * __builtin_convertvector(distance, Floats);
+        }
+        score = lane + key < tile.count ? score : splat(kMinusInfinity);
+        store(scores + key, score);
+        top = larger(top, score);
+    }
+    float now = largest_of(top);
+    Floats floor = finite_floor(splat(now)), sum = {};
+    for (int key = 0; key < tile.count; key += kLanes) {
+        Floats part = exp2_of(load<Floats>(scores + key) - floor);
+        store(scores + key, part);
+        sum += part;
+    }
+    float correction = exp2_of(largest - floor[0]);
+    largest = now;
+    weight = weight * correction + sum_of(sum);
+    return correction;
+}
+
+inline void read_scales(float *to, const float *const *from, int count) {
+    for (int key = 0; key < count; key++) to[key] = *from[key];
+}
+
+template <class Element, bool kScaled>
+void decode(const Call &call, const Item &item, int64_t kv_head, float *queries, Partial result) {
+    const pagedkv_layer &layer = call.layer;
+    const int64_t k_dim = layer.k_dim, v_dim = layer.v_dim, first_head = kv_head * call.group();
+    const int group = static_cast<int>(call.group());
+    const HeadPages pages = call.head_pages(kv_head);
+    const Table table = call.table(item.sequence);
+    const ScoreRule rule(layer);
+
+    Tile tiles[2];
+    auto point = [&](Tile &tile, int64_t begin) {
+        point_at<kScaled>(tile, pages, table, item.keys, begin, std::min(begin + kTileKeys, item.end));
+    };
+    point(tiles[0], item.begin);
+    for (int key = 0; key < tiles[0].count; key++) prefetch_row(tiles[0].k[key], k_dim * sizeof(Element));
+
+    for (int h = 0; h < group; h++) {
+        read_query(call, item.q_row, first_head + h, rule.query_factor, queries + h * k_dim);
+        result.largest[h] = kMinusInfinity;
+        result.weights[h] = 0;
+    }
+    std::fill_n(result.sums, group * v_dim, 0.0f);
+
+    alignas(64) float scores[kMaxDecodeGroup * kTileKeys] = {};
+    alignas(64) float k_scales[kTileKeys] = {}, v_scales[kTileKeys] = {};
+    float corrections[kMaxDecodeGroup];
+    for (int64_t begin = item.begin, turn = 0; begin < item.end; begin += kTileKeys, turn ^= 1) {
+        const Tile &tile = tiles[turn];
+        Tile *next = nullptr;
+        if (begin + kTileKeys < item.end) {
+            next = &tiles[turn ^ 1];
+            point(*next, begin + kTileKeys);
+            // A shorter last tile is walked with this one's count.
+            for (int key = next->count; key < kTileKeys; key++) next->k[key] = next->v[key] = next->k[next->count - 1];
+        }
+        if constexpr (kScaled) {
+            read_scales(k_scales, tile.k_scale, tile.count);
+            read_scales(v_scales, tile.v_scale, tile.count);
+        }
+        tile_scores<Element>(queries, group, tile, next, k_dim, scores);
+        for (int h = 0; h < group; h++) {
+            HeadRule head{rule, layer.alibi_slopes ? layer.alibi_slopes[first_head + h] * kLog2E : 0, item.q_position};
+            float *weights = scores + h * kTileKeys;
+            corrections[h] =
+                weigh(weights, tile, kScaled ? k_scales : nullptr, head, result.largest[h], result.weights[h]);
+            if constexpr (kScaled) {
+                for (int key = 0; key < tile.count; key++) weights[key] *= v_scales[key];
+            }
+        }
+        by_heads<kValueHeads>(group, [&](auto heads, int h) {
+            tile_values<Element, heads>(result.sums + h * v_dim, corrections + h, scores + h * kTileKeys, tile,
+                                        h ? nullptr : next, v_dim);
+        });
+    }
+}
+
+}  // namespace
+
+DecodeKernel decode_kernel(int32_t kv_dtype) {
+    switch (kv_dtype) {
+        case PAGEDKV_FLOAT32: return decode<float, false>;
+        case PAGEDKV_BFLOAT16: return decode<BFloat16, false>;
+        case PAGEDKV_FLOAT16: return decode<Float16, false>;
+        case PAGEDKV_INT8: return decode<int8_t, true>;
+        case PAGEDKV_FP8_E4M3: return decode<Fp8, true>;
+        default: return nullptr;
+    }
+}
+
+int64_t decode_scratch(const pagedkv_layer &layer) { return layer.num_q_heads / layer.num_kv_heads * layer.k_dim; }
+
+}  // namespace pagedkv

@@ -1,0 +1,110 @@
+// Which keys some queries of a sequence see, and where their rows lie: the only code that reads block tables.
+//
+// Gives the visible keys of a range of queries as one list without gaps (sink tokens, then the window), and for a tile of
+// that list the addresses of its K and V rows. A page that no query sees is never looked up, a slot past the
+// sequence's end never pointed at.
+#pragma once
+
+#include <algorithm>
+
+#include "abi.h"
+
+namespace pagedkv {
+
+// Keys handled at once: 64 rows of 64 fp32 channels are half a 32 KiB L1.
+constexpr int kTileKeys = 64;
+
+inline int64_t read_index(const void *base, int64_t index, int bits) {
+    return bits == 32 ? static_cast<const int32_t *>(base)[index] : static_cast<const int64_t *>(base)[index];
+}
+
+// The keys that at least one of some neighbouring queries sees: positions [0, sinks) and [start, end), sinks <= start.
+struct VisibleKeys {
+    int64_t sinks;
+    int64_t start;
+    int64_t end;
+
+    int64_t count() const { return sinks + end - start; }
+    int64_t position(int64_t index) const { return index < sinks ? index : index - sinks + start; }
+};
+
+// Keys that queries at positions `first` to `last` see. A position below 0 sees nothing.
+inline VisibleKeys visible_keys(const pagedkv_layer &layer, int64_t first, int64_t last) {
+    if (last < 0) return {0, 0, 0};
+    int64_t start = layer.window ? std::max<int64_t>(0, std::max<int64_t>(first, 0) - layer.window + 1) : 0;
+    return {std::min(layer.num_sink_tokens, start), start, last + 1};
+}
+
+// A sequence's row of the block table.
+struct Table {
+    const void *entries;
+    int64_t stride;
+    int bits;
+
+    int64_t page(int64_t block) const { return read_index(entries, block * stride, bits); }
+};
+
+// One KV head of a layer's page tensors. Addresses are computed in 64 bits, in bytes.
+struct HeadPages {
+    const char *k, *v;                // first row of page 0
+    const float *k_scales, *v_scales; // likewise, or null
+    int64_t k_page, k_slot, v_page, v_slot;
+    int64_t k_scale_page, k_scale_slot, v_scale_page, v_scale_slot;
+    int64_t page_size;
+};
+
+// Up to kTileKeys consecutive visible keys. Up to three rows past `count` repeat the last one, so that keys can be
+// taken by four.
+struct Tile {
+    int count;
+    const char *k[kTileKeys], *v[kTileKeys];
+    const float *k_scale[kTileKeys], *v_scale[kTileKeys];
+    int32_t position[kTileKeys];
+};
+
+// Point `tile` at the visible keys `begin` to `end` of the list, at most kTileKeys of them.
+template <bool kScaled>
+inline void point_at(Tile &tile, const HeadPages &pages, const Table &table, const VisibleKeys &keys, int64_t begin,
+                     int64_t end) {
+    int filled = 0;
+    while (begin < end) {
+        // A run: keys that lie in one page, one slot after the other.
+        int64_t position = keys.position(begin), block = position / pages.page_size;
+        int64_t offset = position - block * pages.page_size;
+        int64_t stop = begin < keys.sinks ? std::min(end, keys.sinks) : end;
+        int run = static_cast<int>(std::min(stop - begin, pages.page_size - offset));
+        int64_t page = table.page(block);
+        const char *k = pages.k + page * pages.k_page + offset * pages.k_slot;
+        const char *v = pages.v + page * pages.v_page + offset * pages.v_slot;
+        for (int i = 0; i < run; i++) {
+            tile.k[filled + i] = k + i * pages.k_slot;
+            tile.v[filled + i] = v + i * pages.v_slot;
+            tile.position[filled + i] = static_cast<int32_t>(position + i);
+        }
+        if constexpr (kScaled) {
+            const float *k_scale = pages.k_scales + page * pages.k_scale_page + offset * pages.k_scale_slot;
+            const float *v_scale = pages.v_scales + page * pages.v_scale_page + offset * pages.v_scale_slot;
+            __builtin_prefetch(k_scale);
+            __builtin_prefetch(v_scale);
+            for (int i = 0; i < run; i++) {
+                tile.k_scale[filled + i] = k_scale + i * pages.k_scale_slot;
+                tile.v_scale[filled + i] = v_scale + i * pages.v_scale_slot;
+            }
+        }
+        filled += run;
+        begin += run;
+    }
+    tile.count = filled;
+    for (; filled % 4; filled++) {
+        tile.k[filled] = tile.k[filled - 1];
+        tile.position[filled] = tile.position[filled - 1];
+    }
+}
+
+// Ask for a row ahead of its use, into L2 (hint T1), where it does not push the tile in use out of L1. Decode cold
+// against no hint, Zen 3, two threads: bf16 1.2 to 1.6x, int8 1.4 to 1.6x, fp32 1.05 to 1.2x; hint T0 is level with T1.
+inline void prefetch_row(const char *row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
+
+}  // namespace pagedkv

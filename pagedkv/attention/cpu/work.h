@@ -1,0 +1,124 @@
+// What one thread does at a time: an item of work, where its result goes, and the memory it works in.
+#pragma once
+
+#include <memory>
+#include <new>
+
+#include "abi.h"
+#include "page_walk.h"
+
+namespace pagedkv {
+
+// Query heads of a KV head that the decode kernel takes; larger groups fill prefill's lanes as well.
+constexpr int64_t kMaxDecodeGroup = 8;
+
+// A tensor pointer with [row, head, channel] strides.
+struct Rows {
+    char *base;
+    const int64_t *strides;
+    int64_t element_size;
+
+    char *at(int64_t row, int64_t head) const {
+        return base + (row * strides[0] + head * strides[1]) * element_size;
+    }
+};
+
+// Consecutive query tokens of one sequence, and a part of the keys they see; taken for one KV head at a time.
+struct Item {
+    int64_t q_row;          // of the first token
+    int64_t q_position;     // of the first token
+    int32_t num_tokens;
+    bool decode;            // which kernel
+    int64_t sequence;
+    VisibleKeys keys;       // of all its tokens together
+    int64_t begin, end;     // this item's part of the list of visible keys
+    int64_t first_split;    // index of the first item of the same tokens, and how many there are
+    int64_t num_splits;
+    int64_t partial;        // where its partial result lies in the shared scratch, if num_splits > 1
+};
+
+// An unfinished softmax over some keys for some query rows, one row a token and query head of the group:
+// out = sum / weight. Channels are in the stored order of the pages' dtype.
+struct Partial {
+    float *sums;     // [rows, v_dim]
+    float *largest;  // [rows], in base 2; -inf where nothing was seen
+    float *weights;  // [rows]
+
+    static int64_t size(int64_t rows, int64_t v_dim) { return rows * (v_dim + 2); }
+    Partial(float *memory, int64_t rows, int64_t v_dim)
+        : sums(memory), largest(memory + rows * v_dim), weights(largest + rows) {}
+};
+
+// Memory that a thread keeps from call to call and that only grows.
+class Scratch {
+  public:
+    // At least `count` floats, aligned to a cache line; contents undefined. Null if there is no room.
+    float *floats(int64_t count) {
+        if (count > capacity_) {
+            memory_.reset();
+            capacity_ = 0;
+            memory_.reset(static_cast<float *>(::operator new(count * sizeof(float), std::align_val_t{64}, std::nothrow)));
+            if (memory_) capacity_ = count;
+        }
+        return memory_.get();
+    }
+
+  private:
+    struct Release {
+        void operator()(float *memory) const { ::operator delete(memory, std::align_val_t{64}); }
+    };
+    std::unique_ptr<float, Release> memory_;
+    int64_t capacity_ = 0;
+};
+
+// Everything that stays the same during a call.
+struct Call {
+    const pagedkv_step &step;
+    const pagedkv_layer &layer;
+    Rows q, out;
+    const char *k_pages, *v_pages;
+    const float *k_scales, *v_scales;
+    int64_t kv_element_size;
+
+    int64_t group() const { return layer.num_q_heads / layer.num_kv_heads; }
+
+    HeadPages head_pages(int64_t kv_head) const {
+        const pagedkv_layer &l = layer;
+        int64_t size = kv_element_size;
+        return {k_pages + kv_head * l.k_strides[1] * size,
+                v_pages + kv_head * l.v_strides[1] * size,
+                k_scales ? k_scales + kv_head * l.k_scale_strides[1] : nullptr,
+                v_scales ? v_scales + kv_head * l.v_scale_strides[1] : nullptr,
+                l.k_strides[0] * size,
+                l.k_strides[2] * size,
+                l.v_strides[0] * size,
+                l.v_strides[2] * size,
+                l.k_scale_strides[0],
+                l.k_scale_strides[2],
+                l.v_scale_strides[0],
+                l.v_scale_strides[2],
+                l.page_size};
+    }
+
+    Table table(int64_t sequence) const {
+        int64_t bytes = step.table_bits / 8 * step.table_row_stride * sequence;
+        return {static_cast<const char *>(step.block_tables) + bytes, step.table_entry_stride, step.table_bits};
+    }
+};
+
+// The queries of a row, fp32 times `factor`, in the stored order of the pages' dtype.
+void read_query(const Call &call, int64_t row, int64_t head, float factor, float *to);
+
+// The two kernels: attend from the item's tokens with the query heads of one KV head to the item's keys.
+//
+// decode: one token, few query heads; dot products along the channels. Needs dims that are multiples of kLanes.
+// prefill: any rows; one row a vector lane. `memory` holds prefill_scratch() floats.
+using DecodeKernel = void (*)(const Call &, const Item &, int64_t kv_head, float *memory, Partial result);
+using PrefillKernel = void (*)(const Call &, const Item &, int64_t kv_head, float *memory, Partial result);
+
+DecodeKernel decode_kernel(int32_t kv_dtype);
+int64_t decode_scratch(const pagedkv_layer &layer);
+PrefillKernel prefill_kernel(int32_t kv_dtype);
+int64_t prefill_scratch(const pagedkv_layer &layer, int64_t rows);
+
+}  // namespace pagedkv
