@@ -119,15 +119,16 @@ def find_when_asked(
     mode: Mode,
 ) -> None:
     """Let `shared_of` find what `share_prefixes` would find now; the arrays must stay as they are for the step."""
+    # Without the batch itself: a cycle would keep the step's scratch memory until the collector comes by.
     batch.prepared[KEY] = partial(
-        share_prefixes, batch, page_size, tables=tables, kv_lens=kv_lens, q_lens=q_lens, mode=mode
+        share_prefixes, page_size=page_size, tables=tables, kv_lens=kv_lens, q_lens=q_lens, mode=mode
     )
 
 
 def shared_of(batch: AttentionBatch) -> SharedPrefixes | None:
     """Return what is shared in the step, looked for once; None where nothing is, or nobody allowed it."""
     found: SharedPrefixes | partial[SharedPrefixes | None] | None = batch.prepared.get(KEY)
-    return found() if isinstance(found, partial) else found
+    return found(batch) if isinstance(found, partial) else found
 
 
 def find_groups(

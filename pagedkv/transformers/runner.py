@@ -60,8 +60,9 @@ class ModelRunner:
 
     def _make_graphs(self, *, required: bool) -> DecodeGraphs | None:
         """Return what captures decode steps, None where that cannot be, unless it is ``required``."""
-        if self.model.device.type != "cuda":
-            reason = f"the model is on {self.model.device}"
+        devices = sorted({str(parameter.device) for parameter in self.model.parameters()})
+        if self.model.device.type != "cuda" or len(devices) > 1:
+            reason = f"the model is on {', '.join(devices)}"
         elif self.gathered_layers:
             reason = f"layers {sorted(self.gathered_layers)} are handed their histories, whose lengths differ"
         elif isinstance(self.backend, PaddingBackend):
