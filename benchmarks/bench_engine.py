@@ -1,172 +1,203 @@
-"""Measure how fast a batch engine goes over each cache, and how much KV memory it holds.
+"""Measure how fast an engine serves a model, against vLLM and transformers' own ways.
 
-The same greedy requests over backends ``none``, ``concat``, ``static`` and paged (``pagedkv``), and by transformers'
-``model.generate`` as one left-padded batch. No figure is shown unless the paged tokens are token-equal to
-``generate``'s (the rule is in `pagedkv.engine.equality`). Rates are output tokens per wall second, prefill included.
+The same greedy requests, in the same dtype and on as many threads, by ours (``pagedkv``, and over the baseline caches
+``concat``, ``static`` and ``none``), by vLLM (from an environment of its own, ``make peers``), and by transformers'
+``generate`` (one left-padded batch) and ``generate_batch`` (its continuous batching). Every subject is a process of its
+own, stopped while others are measured; rounds are interleaved, and prefix caches emptied before each run.
 
-Backend ``none`` computes everything again for every token, so it is given a few new tokens only, in a case of its own,
-where the others are run too.
+No figure is shown unless our float32 tokens are token-equal to ``generate``'s (`pagedkv.engine.equality`); how many of
+the others' tokens are ours is reported. Rates are output tokens per wall second, prefill included.
 
-    python -m benchmarks.bench_engine [--quick] [--json FILE] [--model FOLDER] [--dtype float32|bfloat16]
+    python -m benchmarks.bench_engine [--quick] [--dtype bfloat16] [--only TEXT] [--subjects NAME …] [--json FILE]
 """
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-from functools import partial
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
-from benchmarks.harness import Report, arguments, finish, interleave
-from pagedkv.cli import subjects
-from pagedkv.cli.models import load_model
-from pagedkv.engine import Engine, SamplingParams
-from pagedkv.engine.equality import all_token_equal, compare_tokens
+from benchmarks.engine_cases import CACHES, ENGINES, Case, cases
+from benchmarks.harness import Report, arguments, finish
+from benchmarks.worker_pool import WorkerPool
+from pagedkv.cli.demo_model import NAME, demo_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from argparse import Namespace
+    from collections.abc import Sequence
 
-    from pagedkv.backend import CacheUsage
-    from pagedkv.engine.outputs import StepOutput
-
-PAGE_SIZE = 16
-ENGINE_SUBJECTS = ("none", "concat", "static", "pagedkv")
-
-
-class Silent:
-    """A watcher that shows nothing."""
-
-    def step(self, num_tokens: int, outputs: Sequence[StepOutput], usage: CacheUsage | None) -> None:
-        """Hear of a step and say nothing."""
+OURS, STOCK = "pagedkv", "generate"
+SUBJECTS = tuple(dict.fromkeys((*ENGINES, *CACHES, "none")))
+ROOT = Path(__file__).parents[1]
+LOWER = ("seconds", "MiB", "%", "preemptions")
 
 
-@dataclass(frozen=True)
-class Case:
-    """One workload: prompts, how many tokens each makes, whom to ask, and pages if there are to be too few."""
+def environment(threads: int) -> dict[str, str]:
+    """Return what the workers are started with: vLLM has no other place for these."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a child of its own would not be stopped with the worker
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
-    name: str
-    prompts: list[list[int]]
-    new_tokens: int
-    subjects: tuple[str, ...]
-    num_pages: int | None = None
 
-
-def cases(vocab_size: int, *, quick: bool) -> list[Case]:
-    """Return the workloads: random prompts of 128 tokens, and chats that share a long beginning."""
-    draw = random.Random(0)
-    length, new_tokens, few = (32, 16, 2) if quick else (128, 128, 4)
-    cached = ("concat", "static", "pagedkv", "generate")
-
-    def prompt(tokens: int) -> list[int]:
-        return [draw.randrange(vocab_size) for _ in range(tokens)]
-
-    def prompts(count: int) -> list[list[int]]:
-        return [prompt(length) for _ in range(count)]
-
-    shared, tails = prompt(96 if quick else 512), [prompt(16) for _ in range(8 if quick else 16)]
-    ragged = [prompt(draw.randint(1, 60 if quick else 300)) for _ in range(16 if quick else 64)]
-    found = [
-        Case(f"16 x ({length} + {new_tokens})", prompts(16), new_tokens, cached),
-        Case(
-            f"{len(tails)} chats, shared {len(shared)}, + {new_tokens // 2}",
-            [shared + t for t in tails],
-            new_tokens // 2,
-            cached,
-        ),
-        Case(f"16 x ({length} + {few})", prompts(16), few, ("none", *cached)),
-        # A third of the pages that all of them would take.
-        Case(f"{len(ragged)} x (1..{max(map(len, ragged))} + 32), few pages", ragged, 32, cached, 24 if quick else 240),
-    ]
-    if not quick:
-        found.insert(1, Case("64 x (128 + 128)", prompts(64), 128, cached))
+def commands(args: Namespace, folder: Path, wanted: Sequence[str], console: Console) -> dict[str, list[str]]:
+    """Return the command of each wanted subject, and say if vLLM is not there."""
+    found = {}
+    for name in wanted:
+        python = args.vllm if name == "vllm" else Path(sys.executable)
+        if not python.exists():
+            console.print(f"vllm: not found at {python} (make peers)")
+            continue
+        found[name] = [str(python), "-m", "benchmarks.engine_worker", name, str(folder), args.dtype, str(args.threads)]
     return found
 
 
-def make_engine(model: Any, subject: str, case: Case) -> Engine:
-    """Return a new engine over the subject's cache, with room for the whole case."""
-    longest = max(map(len, case.prompts)) + case.new_tokens
-    options: dict[str, Any] = {"max_batch": len(case.prompts), "max_len": longest}
-    if subject == "pagedkv":
-        num_pages = case.num_pages or 2 + len(case.prompts) * -(-longest // PAGE_SIZE)
-        return Engine(model, num_pages=num_pages, page_size=PAGE_SIZE, watermark=0.0, **options)
-    return Engine(model, backend=subject, **options)
+class Runs:
+    """Every run of one case: what each subject answered, round by round."""
+
+    def __init__(self, case: Case, names: list[str]) -> None:
+        self.case = case
+        self.names = names
+        self.answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        self.failed: dict[str, str] = {}
+
+    def round(self, pool: WorkerPool) -> None:
+        """Ask everybody once, in turn; who fails is left out from then on, unless it is ours."""
+        case = self.case
+        order = {"do": "serve", "prompts": case.prompts, "new_tokens": case.new_tokens, "arrivals": case.arrivals}
+        for name in [name for name in self.names if name not in self.failed]:
+            try:
+                answer = pool.ask(name, {**order, "num_pages": case.num_pages if name == OURS else None})
+            except RuntimeError as error:
+                if name == OURS:
+                    raise
+                self.failed[name] = str(error)
+                continue
+            self.answers[name].append(answer)
+
+    def counted(self, name: str) -> list[dict[str, Any]]:
+        """Return the runs that count: all but the first, which warms up, if there are more."""
+        return self.answers[name][1:] or self.answers[name]
+
+    def report(self, report: Report, ties: int | None) -> None:
+        """Add rates, ratios, latencies, agreement and costs."""
+        case, name_of = self.case, self.case.name
+        rates = {}
+        for name in self.names:
+            runs = self.counted(name)
+            if not runs:
+                continue
+            if case.arrivals is None:
+                rates[name] = statistics.median(sum(case.new_tokens) / run["seconds"] for run in runs)
+                report.add(name_of, name, rates[name], "tok/s")
+            else:
+                self._latencies(report, name, runs)
+            report.add(f"{name_of}: load", name, max(run["load"] for run in runs), "processes", "lower")
+            for what, value in runs[-1]["costs"].items():
+                label, _, unit = what.rpartition(", ")
+                report.add(
+                    f"{name_of}: {label or what}", name, value, unit if label else "count",
+                    "higher" if "reused" in what else "lower",
+                )  # fmt: skip
+            if name != OURS and self.answers.get(OURS):
+                report.add(f"{name_of}: tokens as ours", name, self._agreement(name), "%")
+        for name, rate in rates.items():
+            if name != OURS and OURS in rates:
+                report.add(f"{name_of}: pagedkv against", name, rates[OURS] / rate, "x")
+        if ties is not None:
+            report.add(f"{name_of}: ties with generate", OURS, ties, "tokens", "lower")
+
+    def _latencies(self, report: Report, name: str, runs: list[dict[str, Any]]) -> None:
+        case = self.case
+        rate = statistics.median(sum(case.new_tokens) / run["seconds"] for run in runs)
+        report.add(case.name, name, rate, "tok/s")
+        for what, key in (("time to first token", "first"), ("time between tokens", "gaps")):
+            values = sorted(value for run in runs for value in run[key])
+            for percent in (50, 99):
+                value = values[min(len(values) - 1, len(values) * percent // 100)]
+                report.add(f"{case.name}: {what}, p{percent}", name, 1000 * value, "ms", "lower")
+
+    def _agreement(self, name: str) -> float:
+        """Return how many of a subject's tokens are ours up to each answer's first difference, in percent."""
+        same = 0
+        for ours, theirs in zip(self.answers[OURS][0]["tokens"], self.answers[name][0]["tokens"], strict=True):
+            differs = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+            same += differs
+        return 100 * same / sum(self.case.new_tokens)
 
 
-def run_subject(model: Any, subject: str, case: Case) -> subjects.Served:
-    """Serve the case once from nothing."""
-    if subject == "generate":
-        return subjects.generate(model, (), case.prompts, case.new_tokens, Silent())
-    params = SamplingParams(max_new_tokens=case.new_tokens, ignore_eos=True)
-    served = subjects.serve(subject, make_engine(model, subject, case), case.prompts, params, Silent())
-    if served.in_use_after:
-        raise SystemExit(f"{case.name}: {subject} still holds {served.in_use_after} pages or slabs when all is done")
-    return served
+def ties_with_generate(pool: WorkerPool, runs: Runs, dtype: str) -> int | None:
+    """Return the ties between our tokens and ``generate``'s; end the run where they differ otherwise in float32."""
+    if not (runs.answers.get(OURS) and runs.answers.get(STOCK)):
+        return None
+    order = {"do": "compare", "prompts": runs.case.prompts, "ours": runs.answers[OURS][0]["tokens"]}
+    verdict = pool.ask(STOCK, {**order, "theirs": runs.answers[STOCK][0]["tokens"]})
+    if dtype == "float32" and not verdict["equal"]:
+        raise SystemExit(f"{runs.case.name}: pagedkv is not token-equal to model.generate")
+    return int(verdict["ties"])
 
 
-def require_token_equal(model: Any, case: Case, served: subjects.Served, stock: subjects.Served) -> int:
-    """Return the ties between paged and stock tokens; end the run where they differ otherwise."""
-    comparisons = [
-        compare_tokens(ours, theirs, partial(subjects.reference_logits, model, prompt, theirs))
-        for ours, theirs, prompt in zip(served.tokens, stock.tokens, case.prompts, strict=True)
-    ]
-    if model.dtype == torch.float32 and not all_token_equal(comparisons):
-        raise SystemExit(f"{case.name}: {served.subject} is not token-equal to model.generate")
-    return sum(comparison.tie for comparison in comparisons)
-
-
-def measure(model: Any, case: Case, rounds: int, report: Report) -> None:
-    """Run every subject of the case in turn, ``rounds`` times; check, then add rates, ratios and memory.
-
-    With more than one round the first warms up and is not counted.
-    """
-    last: dict[str, subjects.Served] = {}
-
-    def rate(subject: str) -> float:
-        last[subject] = run_subject(model, subject, case)
-        return last[subject].tokens_per_second
-
-    runs: dict[str, Callable[[], float]] = {subject: partial(rate, subject) for subject in case.subjects}
-    subjects.warm_up(model)
-    first = interleave(runs, 1)
-    ties = require_token_equal(model, case, last["pagedkv"], last["generate"])  # before any figure is shown
-    medians = interleave(runs, rounds - 1) if rounds > 1 else first
-    for subject, value in medians.items():
-        report.add(case.name, subject, value, "tok/s")
-    best = max(value for subject, value in medians.items() if subject != "pagedkv")
-    report.add(f"{case.name}: against the best other", "pagedkv", medians["pagedkv"] / best, "x")
-    for subject, served in last.items():
-        peak = served.memory.peak
-        report.add(f"{case.name}: KV held at most", subject, peak.bytes_held / 2**20, "MiB", "lower")
-        report.add(f"{case.name}: waste, mean", subject, 100 * served.memory.waste, "%", "lower")
-    report.add(f"{case.name}: prompt tokens reused", "pagedkv", last["pagedkv"].prefix_tokens_reused, "tokens")
-    report.add(f"{case.name}: preemptions", "pagedkv", last["pagedkv"].preemptions, "requests", "lower")
-    report.add(f"{case.name}: ties with generate", "pagedkv", ties, "tokens", "lower")
+def measure(pool: WorkerPool, case: Case, names: list[str], args: Namespace, report: Report) -> None:
+    """Run a case ``rounds`` times, check, and add its figures."""
+    console = Console()
+    runs = Runs(case, [name for name in case.subjects if name in names])
+    started = time.perf_counter()
+    runs.round(pool)
+    ties = ties_with_generate(pool, runs, args.dtype)  # before any figure is shown
+    for _ in range(args.rounds or (0 if args.quick else 2)):
+        runs.round(pool)
+    runs.report(report, ties)
+    for name, reason in runs.failed.items():
+        names.remove(name)
+        console.print(f"{name}: left out, {reason}", style="red", markup=False)
+    rates = [f"{row.subject} {row.value:.1f}" for row in report.rows if row.case == case.name]
+    seconds = time.perf_counter() - started
+    console.print(f"{case.name}: {', '.join(rates)} tok/s ({seconds:.0f} s)", style="dim", highlight=False)
 
 
 def main() -> None:
     """Run all cases and report."""
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a folder or hub name (default: the demo's model)")
+    parser.add_argument("--model", type=Path, help="a folder (default: the demo's model)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 3, quick: 1)")
+    parser.add_argument("--rounds", type=int, help="rounds after the first, which warms up (default: 2, quick: 0)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in their names")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="only these")
+    parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for the requests that arrive over time")
+    parser.add_argument("--span", type=float, default=60.0, help="seconds within which they arrive (default: 60)")
+    vllm = ROOT / ".peers" / "vllm" / "bin" / "python"
+    parser.add_argument("--vllm", type=Path, default=vllm, help="its interpreter")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     console = Console()
-    loaded = load_model(args.model, lambda line: console.print(line, style="dim"))
-    model = loaded.model.to(getattr(torch, args.dtype))
-    report = Report(f"Engine, {loaded.name}, {args.dtype}, {args.threads} threads, greedy")
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    for case in cases(vocab_size, quick=args.quick):
-        if args.only not in case.name:
-            continue
-        measure(model, case, args.rounds or (1 if args.quick else 3), report)
-        rates = [f"{row.subject} {row.value:.1f}" for row in report.rows if row.case == case.name]
-        console.print(f"{case.name}: {', '.join(rates)} tok/s", style="dim", highlight=False)
-    finish(report, args.json)
+    folder = args.model or demo_model(lambda line: console.print(line, style="dim"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    every = cases(config["vocab_size"], quick=args.quick, trace=args.trace, span=args.span)
+    chosen = [case for case in every if args.only in case.name]
+    taking_part = [name for name in args.subjects if any(name in case.subjects for case in chosen)]
+    found = commands(args, folder, taking_part, console)
+    name = NAME if args.model is None else args.model.name
+    report = Report(f"Engine, {name}, {args.dtype}, {args.threads} threads, greedy")
+    names = list(found)
+    with WorkerPool(found, environment(args.threads)) as pool:
+        for case in chosen:
+            measure(pool, case, names, args, report)
+            if args.json is not None:
+                report.save(args.json, keep=True)  # so that a run that is cut off has not been for nothing
+    finish(report, args.json, keep=True)
 
 
 if __name__ == "__main__":

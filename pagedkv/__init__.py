@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncEngine": "pagedkv.engine",
     "BlockAllocator": "pagedkv.allocator",
     "OutOfPages": "pagedkv.allocator",
     "CacheBackend": "pagedkv.backend",
@@ -16,9 +17,12 @@ _HOME = {
     "PagedKVCache": "pagedkv.cache",
     "Engine": "pagedkv.engine",
     "SamplingParams": "pagedkv.engine",
+    "choose_strategy": "pagedkv.strategy",
+    "estimate_kv_bytes": "pagedkv.strategy",
 }
 
 __all__ = [
+    "AsyncEngine",
     "BlockAllocator",
     "CacheBackend",
     "Engine",
@@ -27,13 +31,16 @@ __all__ = [
     "PagedKVCache",
     "SamplingParams",
     "__version__",
+    "choose_strategy",
+    "estimate_kv_bytes",
 ]
 
 if TYPE_CHECKING:
     from pagedkv.allocator import BlockAllocator, OutOfPages
     from pagedkv.backend import CacheBackend
     from pagedkv.cache import PagedKVCache
-    from pagedkv.engine import Engine, SamplingParams
+    from pagedkv.engine import AsyncEngine, Engine, SamplingParams
+    from pagedkv.strategy import choose_strategy, estimate_kv_bytes
     from pagedkv.transformers import PagedCache
 
 

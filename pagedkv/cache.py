@@ -7,7 +7,7 @@ need: ``open``, ``begin_step``, ``write`` and ``attend`` per layer, ``end_step``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -17,7 +17,7 @@ from pagedkv.attention import LayerSpec, paged_attention, write_kv
 from pagedkv.attention.backends import backend_names
 from pagedkv.backend import CacheUsage
 from pagedkv.page_tensors import PageLayout, PageTensors
-from pagedkv.sizing import default_num_pages, pages_within, require_count, require_float_dtype
+from pagedkv.sizing import require_count, require_float_dtype
 from pagedkv.spec import KVSpec
 from pagedkv.step import GroupStep, Home, PaddedStep, PagedStep, StepBuffers, StepRow
 
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
     from pagedkv.attention.shared_prefix import Mode
     from pagedkv.backend import StepBatch
+
+# What decides a page's bytes, with the constructor's defaults.
+_PLACED: dict[str, Any] = {
+    "page_size": 16, "dtype": torch.float32, "kv_dtype": None, "device": "cpu", "device_map": None
+}  # fmt: skip
 
 
 class PagedKVCache:
@@ -114,45 +119,39 @@ class PagedKVCache:
         self._in_flight: StepInFlight | None = None
 
     @classmethod
-    def from_config(
+    def from_config(cls, config: Any, **options: Any) -> Self:
+        """Build the cache for a transformers model config; ``options`` are those of `from_spec`.
+
+        Raises:
+            UnsupportedModel: if the config's K and V cannot be paged.
+        """
+        return cls.from_spec(KVSpec.from_config(config), **options)
+
+    @classmethod
+    def from_spec(
         cls,
-        config: Any | KVSpec,
+        spec: KVSpec,
         *,
         memory: int | str | None = None,
         num_pages: int | None = None,
-        page_size: int = 16,
         max_len: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: str | None = None,
-        device: torch.device | str = "cpu",
-        device_map: Mapping[int, torch.device | str] | None = None,
         **options: Any,
-    ) -> PagedKVCache:
-        """Build the cache for a transformers model config, or a `KVSpec`, within ``memory`` or with ``num_pages``.
+    ) -> Self:
+        """Build the cache for what a model stores, within ``memory`` (bytes or "2GiB") or with ``num_pages``.
 
         With neither, room for 32 sequences of the model's context, at most a quarter of the free memory. Other
         ``options`` are the constructor's.
 
         Raises:
             ValueError: if both are given, or the memory holds no usable page.
-            UnsupportedModel: if the config's K and V cannot be paged.
         """
         if memory is not None and num_pages is not None:
             raise ValueError(f"memory and num_pages exclude each other, were {memory!r} and {num_pages!r}")
-        spec = config if isinstance(config, KVSpec) else KVSpec.from_config(config)
-        placed: dict[str, Any] = {
-            "page_size": page_size, "dtype": dtype, "kv_dtype": kv_dtype, "device": device, "device_map": device_map
-        }  # fmt: skip
         if num_pages is None:
+            placed = {name: options.get(name, default) for name, default in _PLACED.items()}
             longest = spec.max_len if max_len is None else require_count("max_len", max_len)
-            layout = PageLayout.of(spec, max_len=longest, **placed)
-            page_bytes = layout.page_bytes()
-            if memory is None:
-                text = layout.pages_per_text(longest)
-                num_pages = min(default_num_pages(text, size, on) for on, size in page_bytes.items())
-            else:
-                num_pages = pages_within(memory, page_size, sum(page_bytes.values()))
-        return cls(spec, num_pages=num_pages, max_len=max_len, **placed, **options)
+            num_pages = PageLayout.of(spec, max_len=longest, **placed).pages_within(memory, longest)
+        return cls(spec, num_pages=num_pages, max_len=max_len, **options)
 
     @property
     def page_tensors(self) -> list[torch.Tensor]:
@@ -211,7 +210,7 @@ class PagedKVCache:
         self._buffers.require_fits(sequences, rows, counts)
         self.allocator.reserve_batch(sequences, counts)
         try:
-            self._run_copies()
+            self.run_copies()
             tables = [self.allocator.block_tables(group) for group in range(len(self.allocator.groups))]
             step = PagedStep(sequences, rows, tables, self._buffers)
         except BaseException:
@@ -220,8 +219,8 @@ class PagedKVCache:
         self._step, self._in_flight = step, self.allocator.begin_step()
         return step
 
-    def _run_copies(self) -> None:
-        """Clear and copy pages as the allocator asks, before anything is written to them."""
+    def run_copies(self) -> None:
+        """Clear and copy pages as the allocator asks, before anything is written to them; `begin_step` does it too."""
         scrubs = self.allocator.take_scrubs()
         if len(scrubs):
             self._pages.clear(scrubs)

@@ -18,6 +18,7 @@ from pagedkv.allocator import FullAttention
 from pagedkv.attention import copy_pages
 from pagedkv.attention.quantise import KV_QUANTS, dequantise, is_quantised
 from pagedkv.layer_groups import GroupCut, cut_groups
+from pagedkv.sizing import default_num_pages, pages_within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,6 +99,14 @@ class PageLayout:
                 widest = -(-(group.window - 1 + step_tokens) // self.page_size) + 1
                 pages += min(blocks, widest + -(-group.num_sink_tokens // self.page_size))
         return pages
+
+    def pages_within(self, memory: int | str | None, max_len: int) -> int:
+        """Return how many pages ``memory`` holds, the null page among them; None: see `sizing.default_num_pages`."""
+        sizes = self.page_bytes()
+        if memory is not None:
+            return pages_within(memory, self.page_size, sum(sizes.values()))
+        text = self.pages_per_text(max_len)
+        return min(default_num_pages(text, size, device) for device, size in sizes.items())
 
     def page_bytes(self) -> dict[torch.device, int]:
         """Return the bytes of one page on each device, quantisation scales included."""

@@ -2,7 +2,7 @@
 
 Takes the arguments of a call and gives the proof that covers them, or None. A model calls the operator once per layer
 and step, with the same page tensors and with queries that differ in nothing but their number; reading every shape,
-stride, dtype and device anew cost 70 us a call, more than a short decode itself.
+stride, dtype and device anew would cost more than comparing them, which a short decode would feel.
 
 A proof belongs to its page tensors: it names them by identity and address, and goes when they go. Everything of the
 other tensors that a check or a choice may read is compared at every call; the number of query rows is not among it.

@@ -31,6 +31,19 @@ def thread_count(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    """Parse a TCP port; 0 stands for any free one."""
+    value = not_negative(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, was {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Parse a finite number of seconds, at least 0."""
+    return _number_from(text, 0.0, math.inf)
+
+
 def temperature(text: str) -> float:
     """Parse a finite number of at least 0."""
     return _number_from(text, 0.0, math.inf)

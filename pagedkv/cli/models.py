@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
 
 class LoadedModel(NamedTuple):
-    """A causal language model in eval mode and float32, its tokenizer, and a name to show."""
+    """A causal language model in eval mode, its tokenizer, and a name to show."""
 
     name: str
     model: Any
     tokenizer: Any
 
 
-def load_model(name: str | None, say: Callable[[str], None]) -> LoadedModel:
-    """Load the folder or hub model ``name`` in float32, onto the GPU where there is one; the demo's model for None.
+def load_model(name: str | None, say: Callable[[str], None], dtype: str = "float32") -> LoadedModel:
+    """Load the folder or hub model ``name``, onto the GPU where there is one; the demo's model for None.
 
-    ``say`` hears of what the demo's model needs to be made first.
+    ``say`` hears of what the demo's model needs to be made first. ``dtype`` is a float type's name, or ``"auto"`` for
+    the one that the weights are stored in.
 
     Raises:
         CommandError: the folder is not there or holds no model, or the hub has none of that name to give.
@@ -43,7 +44,7 @@ def load_model(name: str | None, say: Callable[[str], None]) -> LoadedModel:
     transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
-        model, tokenizer = load_pretrained(source, torch.float32, "cuda" if torch.cuda.is_available() else None)
+        model, tokenizer = load_pretrained(source, dtype, "cuda" if torch.cuda.is_available() else None)
     except (ValueError, ImportError) as error:
         raise CommandError(first_line(error).replace("name_or_path", "--model", 1)) from error
     return LoadedModel(shown, model, tokenizer)

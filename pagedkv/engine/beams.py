@@ -49,11 +49,11 @@ class BeamSearch:
         done: whether no running beam can change them any more.
     """
 
-    def __init__(self, params: SamplingParams, stop_ids: Collection[int], first: Request) -> None:
-        """Begin with the prompt as the only beam."""
+    def __init__(self, params: SamplingParams, stop_ids: Collection[int]) -> None:
+        """Begin with the prompt as the only beam: whichever is heard first."""
         self._params = params
         self._stop_ids = stop_ids
-        self._running: list[tuple[Request, float]] = [(first, 0.0)]
+        self._running: list[tuple[Request, float]] = []
         self._heard: dict[Request, torch.Tensor] = {}
         self.finished: list[Finished] = []
         self.done = False
@@ -66,6 +66,8 @@ class BeamSearch:
     def hear(self, request: Request, log_probs: torch.Tensor) -> bool:
         """Take a beam's float32 log-probabilities ``[vocab]``; say whether all beams have been heard."""
         self._heard[request] = log_probs
+        if not self._running:
+            self._running = [(request, 0.0)]
         return len(self._heard) == len(self._running)
 
     def advance(self) -> list[Child]:

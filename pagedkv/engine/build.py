@@ -10,9 +10,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedkv.cache import PagedKVCache
 from pagedkv.engine.baselines import ConcatCache, NoCache, StaticCache
 from pagedkv.engine.checks import require_token_ids
+from pagedkv.engine.defaults import BASELINE_BATCH
+from pagedkv.engine.strategies import make_paged
 from pagedkv.sizing import parse_memory
 from pagedkv.spec import KVSpec
 from pagedkv.transformers import observe_kv_spec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagedkv.backend import CacheBackend
+    from pagedkv.engine.strategies import Sizes, StrategyChoice
 
 BACKENDS = ("paged", "concat", "static", "none")
 
@@ -64,41 +66,70 @@ def _is_path(name: str) -> bool:
     return Path(name).exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
 
 
-def make_backend(
-    name: str,
+def make_cache(
+    backend: Any,
     model: Any,
+    strategy: str,
+    sizes: Sizes,
     *,
-    memory: int | str | None,
-    num_pages: int | None,
-    page_size: int,
-    max_batch: int,
-    max_len: int,
+    window: int,
+    num_sink_tokens: int,
     prefix_cache: bool,
-) -> CacheBackend:
-    """Return the cache called ``name`` for ``model``, in its dtype and on its device.
+) -> tuple[CacheBackend, StrategyChoice | None]:
+    """Return the cache that ``backend`` names or is, and for "paged" (None) what it keeps and why; see `Engine`.
 
-    ``memory`` bounds the pages of "paged", the tokens of "concat" and the slabs of "static".
+    Raises:
+        TypeError: ``backend`` is neither a name nor a cache.
+        ValueError: a cache of another model, or sizes and strategies that it has no use for.
+    """
+    if backend is None or backend == "paged":
+        return make_paged(
+            model, strategy, sizes, window=window, num_sink_tokens=num_sink_tokens, prefix_cache=prefix_cache
+        )
+    if strategy != "full":
+        raise ValueError(f"strategy must be 'full' for any backend but 'paged', was {strategy!r}")
+    if isinstance(backend, str):
+        return make_baseline(backend, model, sizes), None
+    if sizes.memory is not None or sizes.num_pages is not None:
+        raise ValueError("memory and num_pages must be None when backend is a cache of its own")
+    if not hasattr(backend, "begin_step"):
+        raise TypeError(f"backend must be a name or a CacheBackend, was {type(backend).__name__}")
+    _require_made_for(backend, model)
+    most: int | None = getattr(backend, "max_batch", None)
+    if sizes.max_batch is not None and most is not None and sizes.max_batch > most:
+        raise ValueError(f"max_batch must be at most the cache's {most}, was {sizes.max_batch}")
+    return backend, None
+
+
+def _require_made_for(cache: Any, model: Any) -> None:
+    """Refuse a cache of another model's layers or dtype, where it says for which it was made."""
+    spec = observe_kv_spec(model)
+    own: KVSpec | None = getattr(cache, "model_spec", None) or getattr(cache, "spec", None)
+    if own is not None and own.layers != spec.layers:
+        raise ValueError(
+            f"backend must be made for the model's {spec.num_layers} layers, {spec.layers[0]} first; "
+            f"was made for {own.num_layers}, {own.layers[0]} first"
+        )
+    dtype = getattr(cache, "dtype", model.dtype)
+    if dtype != model.dtype:
+        raise ValueError(f"backend must be of the model's dtype, {model.dtype}, was {dtype}")
+
+
+def make_baseline(name: str, model: Any, sizes: Sizes) -> CacheBackend:
+    """Return the baseline cache called ``name`` for ``model``, in its dtype and on its device.
+
+    ``sizes.memory`` bounds the tokens of "concat" and the slabs of "static".
 
     Raises:
         ValueError: for an unknown name, or a size that the cache has no use for or cannot keep.
     """
     options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+    memory, max_batch = sizes.memory, sizes.max_batch or BASELINE_BATCH
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or a CacheBackend, was {name!r}")
+    if sizes.num_pages is not None:
+        raise ValueError(f"num_pages must be None for backend {name!r}, which has no pages, was {sizes.num_pages}")
     spec = observe_kv_spec(model)
-    if name == "paged":
-        return PagedKVCache.from_config(
-            spec,
-            memory=memory,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_batch=max_batch,
-            max_len=max_len,
-            prefix_cache=prefix_cache,
-            **options,
-        )
-    if num_pages is not None:
-        raise ValueError(f"num_pages must be None for backend {name!r}, which has no pages, was {num_pages}")
     if name == "none":
         if memory is not None:
             raise ValueError(f"memory must be None for backend 'none', which keeps nothing, was {memory!r}")
@@ -106,12 +137,12 @@ def make_backend(
     tokens = None if memory is None else parse_memory(memory) // spec.bytes_per_token(model.dtype)
     if name == "concat":
         return ConcatCache(spec, max_tokens=tokens, **options)
-    slabs = max_batch if tokens is None else min(max_batch, tokens // max_len)
+    slabs = max_batch if tokens is None else min(max_batch, tokens // sizes.max_len)
     if slabs < 1:
         raise ValueError(
-            f"memory must hold one slab of max_len = {max_len} tokens for backend 'static', was {memory!r}"
+            f"memory must hold one slab of max_len = {sizes.max_len} tokens for backend 'static', was {memory!r}"
         )
-    return StaticCache(spec, max_batch=slabs, max_len=max_len, **options)
+    return StaticCache(spec, max_batch=slabs, max_len=sizes.max_len, **options)
 
 
 def find_eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -15,18 +15,19 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 
 import torch
 
 from pagedkv.allocator import OutOfPages
-from pagedkv.engine.beams import BeamSearch
+from pagedkv.engine.accounting import count_step
 from pagedkv.engine.checks import require_hashable, require_int, require_number, require_token_ids
-from pagedkv.engine.decoding import Choice, Work, choose, wanted_rows
+from pagedkv.engine.decoding import Work, choose, wanted_rows
 from pagedkv.engine.delivery import Delivery
 from pagedkv.engine.door import Door
 from pagedkv.engine.outputs import EngineStats
 from pagedkv.engine.params import MAX_SEED, SamplingParams
+from pagedkv.engine.preemption import Preemption
 from pagedkv.engine.request import Group, Request
 from pagedkv.engine.scheduler import Scheduler
 
@@ -35,7 +36,14 @@ if TYPE_CHECKING:
 
     from pagedkv.backend import CacheBackend, StepBatch
     from pagedkv.engine.outputs import StepOutput
+    from pagedkv.engine.preemption import PreemptionMode
     from pagedkv.engine.stops import OutputText
+    from pagedkv.swap_space import SwapSpace
+
+Scheduling = Literal["fcfs", "priority"]
+SCHEDULINGS: Final = get_args(Scheduling)
+MAX_PRIORITY: Final = 100
+DEFAULT_AGEING: Final = 64
 
 
 class Runner(Protocol):
@@ -62,8 +70,12 @@ class EngineCore:
         max_step_tokens: the most input tokens in one step, prefill chunks and decode together; at least ``max_batch``.
         watermark: the share of the cache that new requests leave free beside running ones; 0 to below 1.
         growth, max_passes, prefix_page_size: see `Scheduler`.
+        scheduling: ``"fcfs"``, first come, first served; or ``"priority"``, see `Scheduler`.
+        ageing: with ``"priority"``: the steps of waiting that count as one level, at least 1.
+        swap_space: host memory of ``backend`` for preempted requests; None: they are computed again.
+        preemption: ``"auto"`` by cost, ``"swap"`` or ``"recompute"``; see `Preemption`.
         seed: of the seeds that requests without their own draw, 0 to 2**64 - 1; None: from the system.
-        clock: seconds, for metrics only.
+        clock: seconds, for metrics and the cost of preemption; no answer depends on it.
 
     ``add_request`` and ``abort`` may be called from any thread: what they ask for takes effect at the next step.
     ``step`` belongs to one thread at a time.
@@ -83,6 +95,10 @@ class EngineCore:
         growth: int = 32,
         max_passes: int = 16,
         prefix_page_size: int | None = None,
+        scheduling: Scheduling = "fcfs",
+        ageing: int = DEFAULT_AGEING,
+        swap_space: SwapSpace | None = None,
+        preemption: PreemptionMode = "auto",
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -93,6 +109,9 @@ class EngineCore:
             raise ValueError(f"max_step_tokens must be at least max_batch = {max_batch}, was {max_step_tokens}")
         require_int("growth", growth, 0)
         require_int("max_passes", max_passes, 0)
+        require_int("ageing", ageing, 1)
+        if scheduling not in SCHEDULINGS:
+            raise ValueError(f"scheduling must be one of {', '.join(SCHEDULINGS)}, was {scheduling!r}")
         if require_number("watermark", watermark, 0) >= 1:
             raise ValueError(f"watermark must be at least 0 and below 1, was {watermark!r}")
         if seed is not None:
@@ -103,6 +122,7 @@ class EngineCore:
         self.max_len = max_len
         self.eos_token_ids = frozenset(require_token_ids("eos_token_ids", tuple(eos_token_ids), None))
         self.stats = EngineStats()
+        self.preemption = Preemption(self.stats, swap_space, preemption)
         self._new_text: Callable[[SamplingParams], OutputText] | None = None
         self._max_step_tokens = max_step_tokens
         self._door = Door(
@@ -114,18 +134,21 @@ class EngineCore:
             max_step_tokens=max_step_tokens,
         )
         self.max_stored = self._door.max_stored
+        self._prioritised = scheduling == "priority"
         self.scheduler = Scheduler(
             backend,
+            self.preemption,
             max_batch=max_batch,
             max_step_tokens=max_step_tokens,
             watermark=int(watermark * self._door.capacity),
             growth=growth,
             max_passes=max_passes,
             prefix_page_size=prefix_page_size,
+            ageing=ageing if self._prioritised else None,
         )
         self._clock = clock
         self._random = random.Random(seed)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is collected inside a call aborts its request
         self._stepping = threading.Lock()
         self._groups: dict[Hashable, Group] = {}
         self._arrivals = 0
@@ -157,11 +180,17 @@ class EngineCore:
         return len(self.scheduler.running)
 
     def add_request(
-        self, request_id: Hashable, prompt_ids: Sequence[int], params: SamplingParams | None = None
+        self,
+        request_id: Hashable,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> None:
         """Queue a request; it enters at the next step that has room for it.
 
         ``request_id`` may be used again once its request has finished. ``params`` are `SamplingParams()` by default.
+        ``priority`` is -100 to 100, smaller goes first; other than 0 only with scheduling "priority".
 
         Raises:
             ValueError, TypeError: if the prompt is empty or holds what is no token id; the id is in use; the params
@@ -171,21 +200,18 @@ class EngineCore:
         require_hashable("request_id", request_id)
         params = SamplingParams() if params is None else params
         tokens, stop_ids = self._door.check(prompt_ids, params)
+        if require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY) and not self._prioritised:
+            raise ValueError(f"priority must be 0 with scheduling 'fcfs', was {priority}")
         with self._lock:
             if request_id in self._groups:
                 raise ValueError(f"request_id must not be in use by an unfinished request, was {request_id!r}")
             seed = self._random.getrandbits(64) if params.seed is None else params.seed
-            group = Group(request_id, params, branched=params.n == 1 or params.num_beams > 1)
             text = None if self._new_text is None else self._new_text(params)
-            request = Request(group, tokens, stop_ids, seed, self._arrivals, self._clock(), text)
-            group.requests.append(request)
-            if params.num_beams > 1:
-                group.beams = BeamSearch(params, stop_ids, request)
-            if params.prompt_logprobs is not None:
-                group.prompt_logprobs = [None]
+            group = Group.of(request_id, params, stop_ids, priority=priority)
+            group.requests.append(Request(group, tokens, stop_ids, seed, self._arrivals, self._clock(), text))
             self._arrivals += 1
             self._groups[request_id] = group
-            self._added.append(request)
+            self._added.append(group.requests[0])
 
     def abort(self, request_id: Hashable) -> bool:
         """Ask for a request's end at the next step; say whether there was such a request.
@@ -214,7 +240,6 @@ class EngineCore:
             self._receive()
             shares = self.scheduler.schedule()
             while not shares and self.scheduler.preempt_for_progress():
-                self.stats.preemptions += 1
                 shares = self.scheduler.schedule()
             if shares:
                 self._run(shares)
@@ -261,7 +286,9 @@ class EngineCore:
         keep = {work.request.sequence: len(work.fed) - len(work.draft) + len(c.tokens) - 1 for work, c in drafted}
         self.backend.end_step(batch, keep=keep or None)
         now = self._clock()
-        self._count(works, choices, started)
+        cost = count_step(self.stats, works, choices, started)
+        self.preemption.note_step(cost, now - started)
+        self.scheduler.chunked = self.scheduler.chunked and cost.kept
         for work, choice in zip(works, choices, strict=True):
             self._delivery.deliver(work.request, choice, now)
 
@@ -281,7 +308,6 @@ class EngineCore:
                 victim = self.scheduler.preempt_youngest()
                 if victim is None:
                     raise
-                self.stats.preemptions += 1
                 shares.pop(victim, None)
                 works = self._works(shares, drafts=False)
                 if not works:
@@ -311,24 +337,3 @@ class EngineCore:
         if tuple(logits.shape) != expected:
             raise ValueError(f"the runner's logits must be {expected}, were {tuple(logits.shape)}")
         return logits
-
-    def _count(self, works: list[Work], choices: list[Choice], started: float) -> None:
-        """Note what the committed step has stored and computed."""
-        self.stats.steps += 1
-        for work, choice in zip(works, choices, strict=True):
-            request, count = work.request, len(work.fed)
-            start = request.num_stored
-            prefill = max(0, min(start + count, request.prefill_end) - start)
-            request.prefill_tokens += prefill
-            self.stats.prefill_tokens += prefill
-            self.stats.decode_tokens += count - prefill
-            if request.admitted_at is None:
-                request.admitted_at = started
-            if work.draft:
-                request.drafted_tokens += len(work.draft)
-                request.accepted_tokens += len(choice.tokens) - 1
-                self.stats.drafted_tokens += len(work.draft)
-                self.stats.accepted_tokens += len(choice.tokens) - 1
-            request.note_stored()
-            if request.num_stored == start:
-                self.scheduler.chunked = False

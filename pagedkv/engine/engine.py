@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.engine.build import find_eos_token_ids, load_pretrained, make_backend
+from pagedkv.engine.build import find_eos_token_ids, load_pretrained, make_cache
 from pagedkv.engine.checks import require_bool, require_int
-from pagedkv.engine.core import EngineCore
-from pagedkv.engine.params import SamplingParams
-from pagedkv.engine.prompts import require_list, require_tokenizer, to_token_ids
+from pagedkv.engine.core import DEFAULT_AGEING, EngineCore
+from pagedkv.engine.defaults import default_max_batch, default_max_step_tokens
+from pagedkv.engine.model_step import FastRunner
+from pagedkv.engine.params import SamplingParams, one_each
+from pagedkv.engine.prompts import prompts_or_chats, require_tokenizer, to_token_ids
 from pagedkv.engine.stops import OutputText
+from pagedkv.engine.strategies import Sizes
 from pagedkv.engine.stream import RequestStream
+from pagedkv.sizing import free_memory
+from pagedkv.sliding import DEFAULT_SINK_TOKENS, DEFAULT_WINDOW
 from pagedkv.spec import KVSpec
+from pagedkv.swap_space import SwapSpace
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
     import torch
 
     from pagedkv.backend import CacheBackend
+    from pagedkv.engine.core import Scheduling
     from pagedkv.engine.outputs import Completion, EngineStats, StepOutput
+    from pagedkv.engine.preemption import PreemptionMode
     from pagedkv.engine.prompts import Message
     from pagedkv.engine.text import Tokenizer
 
-DEFAULT_MAX_BATCH = 32
 DEFAULT_WATERMARK = 0.01
 
 
@@ -48,16 +54,35 @@ class Engine:
         num_pages: of the paged cache, instead of ``memory``; one of them is the null page.
         page_size: tokens per page.
         prefix_cache: whether requests share the pages of equal beginnings.
-        max_batch: the most requests running at a time; by default 32, or less if the given cache or
-            ``max_step_tokens`` allow less.
+        strategy: of the paged cache: ``"full"`` keeps all K and V; ``"sliding"`` a recent window and the first tokens,
+            so that answers change; ``"recompute"`` some layers' input states, for models where these are smaller;
+            ``"auto"`` decides between them, once, from ``max_batch`` x ``max_len``: see `strategy`.
+        sliding_window, num_sink_tokens: of strategy "sliding": recent tokens seen, the token itself included, and
+            first tokens seen.
+        swap_memory: host memory for preempted requests, bytes or text; None: they are computed again.
+        preemption: ``"auto"`` by cost, ``"swap"`` or ``"recompute"`` always.
+        scheduling: ``"fcfs"``, first come, first served; or ``"priority"``, with ``ageing`` steps of waiting counting
+            as one level.
+        max_batch: the most requests running at a time; by default as many as the pages hold 64 tokens of, up to 256,
+            or less if the given cache or ``max_step_tokens`` allow less.
         max_len: the most tokens of one request, prompt and generated together; by default the model's context.
         max_step_tokens: the most input tokens of one step, prefill chunks and decode together; at least ``max_batch``.
+            By default 1,024, or less where memory is short.
         watermark: the share of the cache that new requests leave free beside running ones, 0 to below 1; by default
             0.01 for pages and 0 for baselines.
+        packed: whether the model's linears run on packed copies of their weights, which double its memory on the CPU
+            (triple it where bfloat16 has to be widened); None: where the copies take a quarter of the free memory or
+            less.
+        exact: whether every token must be that of the model's own operations, even at a tie; fewer parts are
+            faster then.
+        threads: of torch's pool while a step runs; None: as many as it has.
         seed: of the seeds of requests that bring none, for runs that can be repeated, 0 to 2**64 - 1; None: from the
             system.
-        clock: seconds, for metrics only.
+        clock: seconds, for metrics and the cost of preemption.
         cuda_graphs: as `ModelRunner` takes it.
+
+    Attributes:
+        strategy: of the cache that the engine made: its name and why; None for any other cache.
 
     Requests end at the EOS ids of the model's generation config, else of its tokenizer. ``add_request`` and ``abort``
     may be called from any thread; everything else belongs to the thread that steps first, whichever built the engine.
@@ -76,10 +101,20 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = 16,
         prefix_cache: bool = True,
+        strategy: str = "full",
+        sliding_window: int = DEFAULT_WINDOW,
+        num_sink_tokens: int = DEFAULT_SINK_TOKENS,
+        swap_memory: int | str | None = None,
+        preemption: PreemptionMode = "auto",
+        scheduling: Scheduling = "fcfs",
+        ageing: int = DEFAULT_AGEING,
         max_batch: int | None = None,
         max_len: int | None = None,
-        max_step_tokens: int = 1024,
+        max_step_tokens: int | None = None,
         watermark: float | None = None,
+        packed: bool | None = None,
+        exact: bool = False,
+        threads: int | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         cuda_graphs: bool | None = None,
@@ -91,48 +126,51 @@ class Engine:
             raise TypeError(f"model must be a transformers model, was {type(model).__name__}")
         require_tokenizer(tokenizer)
         require_bool("prefix_cache", prefix_cache)
+        require_bool("exact", exact)
+        if packed is not None:
+            require_bool("packed", packed)
+        if threads is not None:
+            require_int("threads", threads, 1)
         spec = KVSpec.from_config(model.config)
         context = spec.max_len if max_len is None else require_int("max_len", max_len, 1, spec.max_len)
-        if max_batch is not None:
-            require_int("max_batch", max_batch, 1)
-        if backend is None or isinstance(backend, str):
-            max_batch = max_batch or min(DEFAULT_MAX_BATCH, require_int("max_step_tokens", max_step_tokens, 1))
-            cache = make_backend(
-                backend or "paged",
-                model,
-                memory=memory,
-                num_pages=num_pages,
-                page_size=page_size,
-                max_batch=max_batch,
-                max_len=context,
-                prefix_cache=prefix_cache,
-            )
-        else:
-            if memory is not None or num_pages is not None:
-                raise ValueError("memory and num_pages must be None when backend is a cache of its own")
-            cache = backend
-            if not hasattr(cache, "begin_step"):
-                raise TypeError(f"backend must be a name or a CacheBackend, was {type(cache).__name__}")
-            _require_made_for(cache, spec, model)
-            max_batch = _batch_within(cache, max_batch)
-            context = min(context, getattr(cache, "max_len", context))
+        for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
+            if value is not None:
+                require_int(name, value, 1)
+        sizes = Sizes(memory, num_pages, page_size, max_batch, context)
+        cache, self.strategy = make_cache(
+            backend,
+            model,
+            strategy,
+            sizes,
+            window=sliding_window,
+            num_sink_tokens=num_sink_tokens,
+            prefix_cache=prefix_cache,
+        )
+        context = min(context, getattr(cache, "max_len", context))
         paged = cache if isinstance(cache, PagedKVCache) else None
+        if swap_memory is not None and paged is None:
+            raise ValueError(f"swap_memory must be None for a cache without pages, was {swap_memory!r}")
+        max_batch = max_batch or default_max_batch(cache, max_step_tokens)
         core = EngineCore(
-            ModelRunner(model, cache, cuda_graphs=cuda_graphs),
+            FastRunner(ModelRunner(model, cache, cuda_graphs=cuda_graphs), packed=packed, exact=exact, threads=threads),
             cache,
             vocab_size=spec.vocab_size,
             max_len=context,
             eos_token_ids=find_eos_token_ids(model, tokenizer),
             max_batch=max_batch,
-            max_step_tokens=max_step_tokens,
+            max_step_tokens=max_step_tokens
+            or default_max_step_tokens(model.config, model.dtype, free_memory(model.device), max_batch),
+            scheduling=scheduling,
+            ageing=ageing,
+            swap_space=SwapSpace(paged, swap_memory, clock=clock) if paged and swap_memory is not None else None,
+            preemption=preemption,
             watermark=(DEFAULT_WATERMARK if paged else 0.0) if watermark is None else watermark,
             prefix_page_size=paged.page_size if paged and paged.allocator.prefix_cache else None,
             seed=seed,
             clock=clock,
         )
-        if paged:
-            paged.allocator.hand_over()  # to the thread that steps
         self._assemble(core, tokenizer)
+        self.hand_over()
 
     @classmethod
     def from_pretrained(
@@ -157,6 +195,7 @@ class Engine:
         """Put text and the convenient calls on top of a core with a runner of one's own and no requests yet."""
         require_tokenizer(tokenizer)
         engine = cls.__new__(cls)
+        engine.strategy = None
         engine._assemble(core, tokenizer)
         return engine
 
@@ -187,19 +226,21 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Message] | None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a request; it enters at the next step that has room for it.
 
         ``prompt`` is text, or token ids as a list or a 1-D integer array or tensor; ``messages`` instead are a chat,
         which the tokenizer's template turns into a prompt. ``request_id`` may be used again once its request has
-        finished. ``params`` are `SamplingParams()` by default.
+        finished. ``params`` are `SamplingParams()` by default. ``priority`` is -100 to 100, smaller goes first; other
+        than 0 only with scheduling "priority".
 
         Raises:
             ValueError, TypeError: for an empty prompt, ids that are no tokens of the model, text without a tokenizer,
                 a chat without a template, an id in use, or a request that can never fit in the batch, the context or
                 the cache; nothing has changed.
         """
-        self.core.add_request(request_id, to_token_ids(self.tokenizer, prompt, messages), params)
+        self.core.add_request(request_id, to_token_ids(self.tokenizer, prompt, messages), params, priority=priority)
 
     def step(self) -> list[StepOutput]:
         """Run the model once and return what each request got: a token each, more where drafts held, and who finished.
@@ -217,6 +258,15 @@ class Engine:
         """Ask for a request's end at the next step; say whether there was such a request. Safe from any thread."""
         return self.core.abort(request_id)
 
+    def hand_over(self) -> None:
+        """Let go of the cache: the next thread that steps owns it. Called by its owner, where it has one.
+
+        Raises:
+            WrongThread: if another thread owns the cache.
+        """
+        if isinstance(self.backend, PagedKVCache):
+            self.backend.allocator.hand_over()
+
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]] | None = None,
@@ -229,13 +279,8 @@ class Engine:
         ``params`` are one for all, or one each. Other requests go on meanwhile. If a prompt is refused, or the model
         raises, all of them are aborted at the next step.
         """
-        if messages is not None and prompts is None:
-            given = [(None, chat) for chat in require_list("messages", messages)]
-        elif messages is None:
-            given = [(prompt, None) for prompt in require_list("prompts", prompts)]
-        else:
-            raise TypeError("prompts or messages must be given, and not both, was both")
-        each = _one_each(params, len(given))
+        given = prompts_or_chats(prompts, messages)
+        each = one_each(params, len(given))
         streams: list[RequestStream] = []
         try:
             for (prompt, chat), own in zip(given, each, strict=True):
@@ -280,35 +325,3 @@ class Engine:
             self._boxes.get(output.request_id, self._outputs).append(output)
             if output.ends_request:
                 self._boxes.pop(output.request_id, None)
-
-
-def _one_each(params: Any, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence):
-        raise TypeError(f"params must be SamplingParams or a list of them, was {type(params).__name__}")
-    if len(params) != count:
-        raise ValueError(f"params must be one, or one for each of {count} prompts, were {len(params)}")
-    return list(params)
-
-
-def _require_made_for(cache: Any, spec: KVSpec, model: Any) -> None:
-    """Refuse a cache of another model's layers or dtype, where it says for which it was made."""
-    own: KVSpec | None = getattr(cache, "spec", None)
-    if own is not None and own.layers != spec.layers:
-        raise ValueError(
-            f"backend must be made for the model's {spec.num_layers} layers, {spec.layers[0]} first; "
-            f"was made for {own.num_layers}, {own.layers[0]} first"
-        )
-    dtype = getattr(cache, "dtype", model.dtype)
-    if dtype != model.dtype:
-        raise ValueError(f"backend must be of the model's dtype, {model.dtype}, was {dtype}")
-
-
-def _batch_within(cache: CacheBackend, max_batch: int | None) -> int:
-    most: int | None = getattr(cache, "max_batch", None)
-    if max_batch is None:
-        return DEFAULT_MAX_BATCH if most is None else min(DEFAULT_MAX_BATCH, most)
-    if most is not None and max_batch > most:
-        raise ValueError(f"max_batch must be at most the cache's {most}, was {max_batch}")
-    return max_batch

@@ -32,6 +32,7 @@ class RequestMetrics:
         prefill_tokens: tokens computed to bring the text up to date, once at admission and again after a preemption;
             at most twice the request's length. A second sample has none: it shares the first one's.
         preemptions: 0 or 1; a beam may be called back once more.
+        swaps: how many of them it came back from out of host memory, with nothing computed again.
         drafted_tokens: tokens that prompt lookup drafted.
         accepted_tokens: those of them that held.
         arrived_at, admitted_at, finished_at: when it was added, first ran, and ended.
@@ -50,6 +51,7 @@ class RequestMetrics:
     admitted_at: float | None
     token_times: tuple[float, ...]
     finished_at: float
+    swaps: int = 0
 
     @property
     def first_token_at(self) -> float | None:
@@ -168,7 +170,8 @@ class EngineStats:
 
     ``decode_tokens`` counts input tokens of decode rows, drafts included, so ``prefill_tokens + decode_tokens`` is all
     that went through the model. ``cached_tokens`` and ``refound_tokens`` count at a sample's end; ``finished`` counts
-    samples by finish reason.
+    samples by finish reason. Of the ``preemptions`` ``swapped_out`` went to host memory, ``swapped_in`` came back from
+    there, and ``damaged_swaps`` did not, since a checksum was wrong: they were computed again.
     """
 
     steps: int = 0
@@ -180,4 +183,7 @@ class EngineStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    damaged_swaps: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})

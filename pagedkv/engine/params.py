@@ -185,3 +185,14 @@ def require_bias_ids(params: SamplingParams, vocab_size: int | None) -> None:
     for token in dict(params.logit_bias):
         if token > high:
             raise ValueError(f"logit_bias's token id must be 0 to {high}, was {token}")
+
+
+def one_each(params: Any, count: int) -> list[SamplingParams | None]:
+    """Return the params of each of ``count`` prompts; ``params`` are one for all, or one each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise TypeError(f"params must be SamplingParams or a list of them, was {type(params).__name__}")
+    if len(params) != count:
+        raise ValueError(f"params must be one, or one for each of {count} prompts, were {len(params)}")
+    return list(params)

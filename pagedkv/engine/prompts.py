@@ -38,6 +38,15 @@ def require_list(name: str, value: Any) -> Sequence[Any]:
     return value
 
 
+def prompts_or_chats(prompts: Any, messages: Any) -> list[tuple[Any, Any]]:
+    """Return what `to_token_ids` takes, for each of ``prompts`` or each of the chats ``messages``."""
+    if messages is not None and prompts is None:
+        return [(None, chat) for chat in require_list("messages", messages)]
+    if messages is None:
+        return [(prompt, None) for prompt in require_list("prompts", prompts)]
+    raise TypeError("prompts or messages must be given, and not both, was both")
+
+
 def to_token_ids(tokenizer: Tokenizer | None, prompt: Any, messages: Sequence[Message] | None) -> list[int]:
     """Return the token ids of ``prompt`` (text or ids), or of a chat up to where the assistant speaks.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
+from pagedkv.engine.beams import BeamSearch
 from pagedkv.engine.drafts import PromptLookup
 from pagedkv.engine.outputs import FinishReason, RequestMetrics
 from pagedkv.engine.params import MAX_SEED, SamplingParams
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from pagedkv.backend import CacheSequence
-    from pagedkv.engine.beams import BeamSearch
     from pagedkv.engine.logprobs import Logprob
     from pagedkv.engine.stops import OutputText
 
@@ -34,6 +34,7 @@ class Group:
             where nobody asked.
         branched: whether the samples have parted.
         told: whether the prompt's log-probabilities have been given out.
+        priority: smaller goes first, where the engine schedules by it.
     """
 
     request_id: Hashable
@@ -43,6 +44,19 @@ class Group:
     prompt_logprobs: list[Logprob | None] | None = None
     branched: bool = False
     told: bool = False
+    priority: int = 0
+
+    @classmethod
+    def of(cls, request_id: Hashable, params: SamplingParams, stop_ids: frozenset[int], *, priority: int = 0) -> Self:
+        """Return the group of a new request, which is still to get its first member."""
+        return cls(
+            request_id,
+            params,
+            beams=BeamSearch(params, stop_ids) if params.num_beams > 1 else None,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            branched=params.n == 1 or params.num_beams > 1,
+            priority=priority,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +70,9 @@ class Request:
         arrival: its place in the order of arrival.
         index: its number among the samples.
         sequence: its KV while it runs; None while it waits.
+        swapped: instead, its KV in host memory while it waits.
+        deadline: what it is ranked by before its arrival (`Scheduler`); None before it was queued.
+        swaps: how often it came back from host memory.
         num_stored: the sequence's ``num_tokens`` between steps, kept here because it is asked ten times a step.
         prefill_end: where its current prefill ends: the length of ``tokens`` when it was admitted.
         passed: how many younger requests were admitted while this one waited for pages.
@@ -72,10 +89,13 @@ class Request:
     index: int = 0
     prompt_tokens: int = field(init=False)
     sequence: CacheSequence | None = None
+    swapped: CacheSequence | None = None
+    deadline: int | None = None
     num_stored: int = 0
     prefill_end: int = 0
     passed: int = 0
     preemptions: int = 0
+    swaps: int = 0
     cached_tokens: int | None = None
     refound_tokens: int = 0
     prefill_tokens: int = 0
@@ -98,6 +118,18 @@ class Request:
     def params(self) -> SamplingParams:
         """What the caller asked for."""
         return self.group.params
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first, the smaller one: by deadline, then by arrival."""
+        return self.deadline or 0, self.arrival
+
+    @property
+    def unparted(self) -> int:
+        """Samples or beams that will yet part from it and share what is stored by then."""
+        if self.group.beams is not None:
+            return self.params.num_beams - 1 if len(self.group.requests) == 1 else 0
+        return 0 if self.group.branched else self.params.n - 1
 
     @property
     def pending(self) -> int:
@@ -153,8 +185,8 @@ class Request:
         """Return a second request with the same text so far and no sequence; it joins the group."""
         twin = copy.copy(self)
         twin.tokens, twin.token_times = list(self.tokens), list(self.token_times)
-        twin.sequence, twin.text, twin._lookup = None, None, None
-        twin.num_stored = twin.passed = twin.preemptions = 0
+        twin.sequence = twin.swapped = twin.text = twin._lookup = None
+        twin.num_stored = twin.passed = twin.preemptions = twin.swaps = 0
         twin.cached_tokens = twin.refound_tokens = twin.prefill_tokens = 0
         twin.drafted_tokens = twin.accepted_tokens = 0
         self.group.requests.append(twin)
@@ -190,4 +222,5 @@ class Request:
             admitted_at=self.admitted_at,
             token_times=tuple(self.token_times),
             finished_at=now,
+            swaps=self.swaps,
         )

@@ -13,6 +13,7 @@ logits then moves a boundary by a last bit, where a sort would swap whole tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,11 +21,15 @@ import torch
 from pagedkv.engine.filters import filter_weights
 from pagedkv.engine.penalties import adjust
 from pagedkv.engine.philox import uniforms
+from pagedkv.native import step_ops
+from pagedkv.native.library import LibraryUnavailableError, load
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from pagedkv.engine.params import SamplingParams
+
+_COMPILED = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +101,32 @@ def _scores(logits: torch.Tensor, rows: Sequence[SampleRow], indices: list[int])
 
 
 def _greedy(logits: torch.Tensor, indices: list[int]) -> list[int]:
-    if logits.device.type == "cpu":
-        # NumPy's argmax is defined to give the first of a tie, and takes a third of torch's time on wide rows; widening
-        # half precision is exact.
-        array = (logits.float() if logits.dtype.itemsize < 4 else logits).detach().numpy()
-        best = torch.from_numpy(array.argmax(axis=-1))
-    else:
-        best = logits.argmax(dim=-1)
+    best = _argmax(logits.detach())
     _require_maximum(logits.gather(-1, best[:, None]), indices)
     return [int(token) for token in best.tolist()]
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the first of the largest of each row, int64 ``[n]``; the first NaN where there is one.
+
+    On the CPU by the compiled library, else by NumPy, whose argmax is defined to give the first of a tie; torch's own
+    takes milliseconds on wide rows.
+    """
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    if logits.dtype in _COMPILED and logits.stride(-1) == 1 and _has_library():
+        return step_ops.argmax(logits)
+    array = (logits.float() if logits.dtype.itemsize < 4 else logits).numpy()  # widening half precision is exact
+    return torch.from_numpy(array.argmax(axis=-1))
+
+
+@cache
+def _has_library() -> bool:
+    try:
+        load()
+    except LibraryUnavailableError:
+        return False
+    return True
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[SampleRow], indices: list[int]) -> list[int]:

@@ -2,8 +2,13 @@
 
 Takes requests; asks the cache for room; gives each step's shares; refuses to know models, sampling and text.
 
-The order is first come, first served. A step has one token budget: every decoding request takes one token, then
-unfinished prompts take chunks in order of seniority, then waiting requests enter while tokens, rows and pages last.
+A step has one token budget: every decoding request takes one token, then unfinished prompts take chunks in order of
+seniority, then waiting requests enter while tokens, rows and pages last.
+
+*Order.* First come, first served; or, with ``ageing``, by priority: a request's rank is the step at which it was queued
+plus ``ageing`` times its priority, smaller first. Each ``ageing`` steps of waiting so count as much as one level, and
+two requests never change places. The bound on waiting: before a request of priority p go only those that were there,
+those of priority q that were queued at most ``ageing * (p - q)`` steps after it, and ``max_passes`` others.
 
 *Admission* is decided at the moment of entry, never when a request is queued:
 
@@ -19,22 +24,26 @@ unfinished prompts take chunks in order of seniority, then waiting requests ente
 - A request whose next full prefix pages an elder is computing right now waits for them instead of computing them a
   second time; at most as long as that elder's prefill.
 
-*Preemption* closes the youngest sequence; its full pages stay findable, so coming back may cost little. The eldest is
-never preempted.
+- Samples (and beams) that have not parted yet are counted: each will copy a page that is not full and grow.
+
+*Preemption* takes the pages of the youngest by rank (`Preemption`: to host memory, or given up; full ones then stay
+findable, so coming back may cost little). The eldest is never preempted.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pagedkv.allocator import OutOfPages
+from pagedkv.allocator import OutOfPages, Room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedkv.backend import CacheBackend
+    from pagedkv.backend import CacheBackend, CacheSequence
+    from pagedkv.engine.preemption import Preemption
     from pagedkv.engine.request import Request
 
 _MOST_BLOCKED = 8  # blocked requests looked at in one step, so that a step's cost does not grow with the queue
@@ -44,15 +53,18 @@ class Scheduler:
     """Waiting and running requests over one cache.
 
     Args:
-        backend: the cache; only asked for room, and to open and close sequences.
+        backend: the cache; only asked for room, and to open and close sequences. Where it has a ``page_size``, forks
+            share full pages; else nothing.
+        preemption: how those who must leave do so, and come back.
         max_batch: the most requests running at a time.
         max_step_tokens: the most input tokens in one step, at least ``max_batch``.
         watermark: pages (the backend's own unit) that a new request must leave free beside others.
         growth: tokens of growth that a new request must have room for.
         max_passes: how many younger requests may enter before one that waits for pages.
         prefix_page_size: the cache shares prefixes in whole pages of so many tokens; None: it shares none.
+        ageing: steps of waiting that count as one level of priority; None: first come, first served.
 
-    ``running`` is in order of seniority: the last is preempted first. ``waiting`` is in order of arrival. ``chunked``
+    ``running`` is in order of seniority: the last is preempted first. ``waiting`` is in order of rank. ``chunked``
     is false once the cache was seen not to keep a committed token: then each step feeds every text whole, whatever the
     budget.
     """
@@ -60,6 +72,7 @@ class Scheduler:
     def __init__(
         self,
         backend: CacheBackend,
+        preemption: Preemption,
         *,
         max_batch: int,
         max_step_tokens: int,
@@ -67,6 +80,7 @@ class Scheduler:
         growth: int = 32,
         max_passes: int = 16,
         prefix_page_size: int | None = None,
+        ageing: int | None = None,
     ) -> None:
         """Start with no requests."""
         self.running: list[Request] = []
@@ -79,23 +93,33 @@ class Scheduler:
         self._growth = growth
         self._max_passes = max_passes
         self._prefix_page_size = prefix_page_size
+        self._page_size: int | None = getattr(backend, "page_size", None)
+        self._preemption = preemption
+        self._ageing = ageing
+        self._round = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request by its arrival."""
-        insort(self.waiting, request, key=_arrival)
+        """Queue a request by its rank, which it keeps for ever."""
+        if request.deadline is None:
+            request.deadline = 0 if self._ageing is None else self._round + self._ageing * request.group.priority
+        insort(self.waiting, request, key=_rank)
 
     def remove(self, request: Request) -> None:
         """Forget a request, whether it waits or runs, and give its pages back."""
         if request.sequence is None:
             self.waiting.remove(request)
+            self._preemption.forget(request)
         else:
             self.running.remove(request)
-            _close(request)
+            request.sequence.close()
+            request.sequence = None
+            request.note_stored()
 
     def schedule(self) -> dict[Request, int]:
         """Admit who may enter, and return how many input tokens each request has in this step, eldest first."""
         shares: dict[Request, int] = {}
         budget = self._max_step_tokens
+        self._round += 1
         for decoding in (True, False):
             for request in self.running:
                 if request.pending and (request.pending == 1) == decoding and budget > 0:
@@ -104,12 +128,11 @@ class Scheduler:
         return {request: shares[request] for request in self.running if request in shares}
 
     def preempt_youngest(self) -> Request | None:
-        """Close the youngest running sequence and queue its request again; None if only the eldest is left."""
+        """Let the youngest running one leave and queue it again; None if only the eldest is left."""
         if len(self.running) < 2:
             return None
         request = self.running.pop()
-        _close(request)
-        request.preemptions += 1
+        self._preemption.leave(request)
         self.add(request)
         return request
 
@@ -163,25 +186,31 @@ class Scheduler:
             budget -= self._share(request, budget, shares)
 
     def _enter(self, request: Request) -> None:
+        sequence = self._preemption.come_back(request)
+        if sequence is None:
+            sequence = self._opened(request)
+        self.waiting.remove(request)
+        self.running.insert(self._place(request), request)
+        request.sequence = sequence
+        request.note_stored()
+
+    def _opened(self, request: Request) -> CacheSequence:
         sequence = self._backend.open(request.tokens)
         cached, most = sequence.num_cached_tokens, request.most_cached
         if most is not None and sequence.num_tokens > most:
             sequence.truncate(most)
             cached = most
-        self.waiting.remove(request)
-        self.running.insert(self._place(request), request)
-        request.sequence = sequence
-        request.note_stored()
         request.prefill_end = len(request.tokens)
         if request.cached_tokens is None:
             request.cached_tokens = cached
         else:
             request.refound_tokens += cached
+        return sequence
 
     def _place(self, request: Request) -> int:
-        """Return where it stands in seniority: by arrival, but never before one that came back from preemption."""
+        """Return where it stands in seniority: by rank, but never before one that came back from preemption."""
         place = len(self.running)
-        while place and self.running[place - 1].arrival > request.arrival and not self.running[place - 1].preemptions:
+        while place and self.running[place - 1].rank > request.rank and not self.running[place - 1].preemptions:
             place -= 1
         return place
 
@@ -192,19 +221,34 @@ class Scheduler:
             return self._fits_to_the_end(request, self.running)
         if request.preemptions:
             return self._fits_to_the_end(request, self.running[: self._place(request)])
-        growth = min(self._growth, request.remaining - request.pending)
-        needed, available = self._backend.room(request.tokens, growth=growth, chunk=self._max_step_tokens)
+        needed, available = self._room(request, min(self._growth, request.remaining - request.pending))
         claimed = sum(self._needed(other, other.pending) for other in self.running)
         return needed + claimed + self._watermark <= available
 
     def _fits_to_the_end(self, request: Request, elders: Sequence[Request]) -> bool:
-        growth = request.remaining - request.pending
-        needed, available = self._backend.room(request.tokens, growth=growth, chunk=self._max_step_tokens)
+        needed, available = self._room(request, request.remaining - request.pending)
         return needed + sum(self._needed(elder, elder.remaining) for elder in elders) <= available
 
+    def _room(self, request: Request, growth: int) -> Room:
+        """Return the pages that a waiting request would take with so much growth a sample, and those there are."""
+        needed, available = self._backend.room(request.tokens, growth=growth, chunk=self._max_step_tokens)
+        return Room(needed + self._for_unparted(request, growth), available)
+
     def _needed(self, request: Request, tokens: int) -> int:
-        """Return the pages that so many more tokens of a running request would take."""
-        return 0 if request.sequence is None else request.sequence.room(tokens, chunk=self._max_step_tokens).needed
+        """Return the pages that a running request would take for so many more tokens of its known and coming text."""
+        if request.sequence is None:
+            return 0
+        needed = request.sequence.room(tokens, chunk=self._max_step_tokens).needed
+        return needed + self._for_unparted(request, tokens - request.pending)
+
+    def _for_unparted(self, request: Request, growth: int) -> int:
+        """Return the pages of samples that will yet part: each copies what is in no full page, and grows as said."""
+        if not request.unparted:
+            return 0
+        own = growth + len(request.tokens) % (self._page_size or sys.maxsize)
+        if not own:
+            return 0
+        return request.unparted * self._backend.room([0], growth=own - 1, chunk=self._max_step_tokens).needed
 
     def _prefix_is_coming(self, request: Request) -> bool:
         """Whether an elder's prefill is about to store a full page that ``request`` could share."""
@@ -213,7 +257,7 @@ class Scheduler:
             return False
         for elder in self.running:
             stored = elder.num_stored
-            if elder.arrival < request.arrival and stored < elder.prefill_end:
+            if elder.rank < request.rank and stored < elder.prefill_end:
                 # One token is always left to compute, so a hit never covers the whole text.
                 shared = min(_common_prefix(elder.tokens, request.tokens), len(request.tokens) - 1, elder.prefill_end)
                 if shared // page > stored // page:
@@ -239,15 +283,8 @@ def longest_fitting(backend: CacheBackend, capacity: int, limit: int, chunk: int
     return low
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
-
-
-def _close(request: Request) -> None:
-    if request.sequence is not None:
-        request.sequence.close()
-        request.sequence = None
-        request.note_stored()
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

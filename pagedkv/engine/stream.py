@@ -11,7 +11,7 @@ from pagedkv.engine.outputs import Completion, Sample, StepOutput
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Sequence
 
 
 class RequestStream:
@@ -62,15 +62,20 @@ class RequestStream:
 
     def completion(self) -> Completion:
         """Read on to the end and return the outputs read by this call, joined sample by sample."""
-        read: dict[int, list[StepOutput]] = {}
-        prompt_logprobs = None
-        for output in self:
-            read.setdefault(output.index, []).append(output)
-            prompt_logprobs = prompt_logprobs or output.prompt_logprobs
-        if not read:
-            raise RuntimeError("completion must be called before the stream has ended")
-        samples = tuple(_joined(read[index]) for index in sorted(read) if read[index][-1].finished)
-        return Completion(self.prompt_token_ids, samples, prompt_logprobs)
+        return join_outputs(self.prompt_token_ids, list(self))
+
+
+def join_outputs(prompt_token_ids: tuple[int, ...], outputs: Sequence[StepOutput]) -> Completion:
+    """Return one request's ``outputs``, in order and up to its end, joined sample by sample."""
+    if not outputs:
+        raise RuntimeError("completion must be called before the stream has ended")
+    read: dict[int, list[StepOutput]] = {}
+    prompt_logprobs = None
+    for output in outputs:
+        read.setdefault(output.index, []).append(output)
+        prompt_logprobs = prompt_logprobs or output.prompt_logprobs
+    samples = tuple(_joined(read[index]) for index in sorted(read) if read[index][-1].finished)
+    return Completion(prompt_token_ids, samples, prompt_logprobs)
 
 
 def _joined(outputs: list[StepOutput]) -> Sample:

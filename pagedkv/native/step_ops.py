@@ -16,12 +16,17 @@ import torch
 
 from .library import load
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SILU, _GELU_TANH = 0, 1
 
 
 @cache
-def _library() -> CDLL:
+def functions() -> CDLL:
+    """Return the loaded library with the types of the functions that are called here.
+
+    Raises:
+        LibraryUnavailableError: there is no compiled library.
+    """
     functions = load().functions
     rows = (c_int64, c_int64)
     matrix = (c_void_p, c_int64)
@@ -47,7 +52,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     _require_weight(weight, x)
     out = torch.empty(x.shape, dtype=x.dtype)
     dim = x.shape[-1]
-    _library().pagedkv_rms_norm(
+    functions().pagedkv_rms_norm(
         x.data_ptr(), stride, None, 0, None, 0, weight.data_ptr(), out.data_ptr(), dim, rows, dim, eps, *_end(x)
     )
     return out
@@ -70,7 +75,7 @@ def add_rms_norm(
     _require_weight(weight, x)
     out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     dim = x.shape[-1]
-    _library().pagedkv_rms_norm(
+    functions().pagedkv_rms_norm(
         x.data_ptr(), stride, residual.data_ptr(), residual_stride, total.data_ptr(), dim,
         weight.data_ptr(), out.data_ptr(), dim, rows, dim, eps, *_end(x),
     )  # fmt: skip
@@ -102,7 +107,7 @@ def rotary_(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
         if any(size > 1 and stride == 0 for size, stride in zip(heads.shape, heads.stride(), strict=True)):
             raise ValueError(f"{name} must have memory of its own for every element, got strides {[*heads.stride()]}")
     for heads in (q, k):
-        _library().pagedkv_rotary(
+        functions().pagedkv_rotary(
             heads.data_ptr(), heads.stride(0), heads.stride(1), heads.shape[1],
             cos.data_ptr(), sin.data_ptr(), angle_stride, tokens, rotary_dim, *_end(q),
         )  # fmt: skip
@@ -118,13 +123,17 @@ def gelu_tanh_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _gated(_GELU_TANH, gate, up)
 
 
+GATES = (silu_mul, gelu_tanh_mul)
+"""The gates by their numbers in ``step_ops.h``."""
+
+
 def _gated(activation: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rows, gate_stride = _rows_of("gate", gate, gate)
     _, up_stride = _rows_of("up", up, gate)
     _require_shape("up", up, gate)
     out = torch.empty(gate.shape, dtype=gate.dtype)
     dim = gate.shape[-1]
-    _library().pagedkv_gated(
+    functions().pagedkv_gated(
         activation, gate.data_ptr(), gate_stride, up.data_ptr(), up_stride, out.data_ptr(), dim, rows, dim, *_end(gate)
     )
     return out
@@ -140,19 +149,19 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2 or x.shape[1] == 0:
         raise ValueError(f"x must be [rows, dim] with dim at least 1, got {[*x.shape]}")
     out = torch.empty(rows, dtype=torch.int64)
-    _library().pagedkv_argmax(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1], *_end(x))
+    functions().pagedkv_argmax(x.data_ptr(), stride, out.data_ptr(), rows, x.shape[1], *_end(x))
     return out
 
 
 def _end(x: torch.Tensor) -> tuple[int, int]:
     """Return the last two arguments of every function: the dtype's number and the most threads."""
-    return _DTYPES[x.dtype], torch.get_num_threads()
+    return DTYPES[x.dtype], torch.get_num_threads()
 
 
 def _require(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in _DTYPES or tensor.dtype != like.dtype:
+    if tensor.dtype not in DTYPES or tensor.dtype != like.dtype:
         wanted = "float32, bfloat16 or float16" if tensor is like else str(like.dtype)
         raise TypeError(f"{name} must be {wanted}, got {tensor.dtype}")
     if not tensor.is_cpu:

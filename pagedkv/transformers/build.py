@@ -42,7 +42,7 @@ def _make_store(model: PreTrainedModel, learned: Learned, **options: Any) -> Pag
     spec, devices = learned.spec(model.config), {layer: stored.device for layer, stored in learned.layers.items()}
     placed = {layer: devices.get(layer, learned.device) for layer in range(spec.num_layers)}
     device_map = placed if len(set(devices.values())) > 1 else None
-    return PagedKVCache.from_config(spec, dtype=learned.dtype, device=learned.device, device_map=device_map, **options)
+    return PagedKVCache.from_spec(spec, dtype=learned.dtype, device=learned.device, device_map=device_map, **options)
 
 
 def learn(model: PreTrainedModel) -> Learned:

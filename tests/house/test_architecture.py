@@ -22,12 +22,31 @@ ARROWS = {
     "spec": {"allocator"},
     "layer_groups": {"allocator", "spec"},
     "sizing": {"allocator"},
-    "page_tensors": {"allocator", "attention", "layer_groups", "spec"},
+    "page_tensors": {"allocator", "attention", "layer_groups", "sizing", "spec"},
     "step": {"allocator", "attention", "backend"},
     "cache": {"allocator", "attention", "backend", "page_tensors", "sizing", "spec", "step"},
+    "strategy": {"attention", "sizing", "spec"},
+    "sliding": {"attention", "cache", "sizing", "spec"},
+    "swap_space": {"allocator", "cache", "sizing"},
     "transformers": {"allocator", "attention", "backend", "cache", "sizing", "spec", "step"},
-    "engine": {"allocator", "attention", "backend", "cache", "native", "sizing", "spec", "step", "transformers"},
-    "cli": {"allocator", "attention", "backend", "cache", "engine", "sizing", "spec", "transformers"},
+    "recompute": {"allocator", "attention", "backend", "cache", "sizing", "spec", "step", "transformers"},
+    "engine": {
+        "allocator",
+        "attention",
+        "backend",
+        "cache",
+        "native",
+        "recompute",
+        "sizing",
+        "sliding",
+        "spec",
+        "step",
+        "strategy",
+        "swap_space",
+        "transformers",
+    },
+    "server": {"engine"},
+    "cli": {"allocator", "attention", "backend", "cache", "engine", "server", "sizing", "spec", "transformers"},
     "testing": {"allocator", "attention", "backend", "spec"},
     "__main__": {"cli"},
 }
@@ -186,15 +205,23 @@ def test_constraints_pin_every_direct_dependency() -> None:
     """``make install`` is repeatable: each dependency that the project names has one pinned version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["demo"], *extras["dev"]]
+    wanted = [*project["dependencies"], *extras["demo"], *extras["serve"], *extras["dev"]]
     pins = re.findall(r"^([\w-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
 
-    assert set() == {re.split(r"[><=; ]", name)[0] for name in wanted} - set(pins)
+    assert set() == {re.split(r"[><=; [,]", name)[0] for name in wanted} - set(pins)
 
 
 @pytest.mark.parametrize(
     "module",
-    ["pagedkv", "pagedkv.allocator", "pagedkv.attention", "pagedkv.transformers", "pagedkv.engine", "pagedkv.cli"],
+    [
+        "pagedkv",
+        "pagedkv.allocator",
+        "pagedkv.attention",
+        "pagedkv.transformers",
+        "pagedkv.engine",
+        "pagedkv.server",
+        "pagedkv.cli",
+    ],
 )
 def test_public_names_resolve(module: str) -> None:
     """Every name in ``__all__`` is there, and ``dir()`` shows it."""

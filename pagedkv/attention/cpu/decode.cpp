@@ -3,46 +3,69 @@
 // Lanes are channels. Every tile of keys is walked twice: its K rows for the scores, four keys and a few heads in
 // registers together, then its V rows for the weighted sums. Meanwhile the rows of the next tile are asked for. A long
 // cold cache is read at the speed of the memory; see docs/kernels.md.
-#include "softmax.h"
+#include "score_rule.h"
 #include "work.h"
 
 namespace pagedkv {
 namespace {
 
-// Query heads whose scores are summed in registers together: four keys each, a query and a key vector besides.
-constexpr int kScoreHeads = kNumRegisters == 32 ? 4 : 3;
-
-// Query heads whose outputs are, and pairs of channel vectors for each: with 16 registers at most 8 sums beside the
-// weights (12 spill: decode bf16 hot, group 3, 1.14x slower).
-constexpr int kValueHeads = 4;
+// Query heads whose scores are summed in registers together, and keys for each: at most 12 sums with 16 registers.
+constexpr int kScoreHeads = 4;
 template <int kHeads>
-constexpr int kValuePairs = kHeads == 1 ? 4 : kHeads == 2 || kNumRegisters == 32 ? 2 : 1;
+constexpr int kScoreKeys = kHeads == 4 && kNumRegisters == 16 ? 2 : 4;
 
-// sums[h][key] += query h . key, over one vector of channels: kHeads + 4 loads for 4 * kHeads multiply-adds.
-template <int kHeads, class Widen>
-inline void add_products(Floats (&sums)[kHeads][4], const float *queries, int64_t dim, Widen widen_key) {
+// Query heads whose outputs are, and pairs of channel vectors for each. With 16 registers three heads have 12 sums beside
+// the weights only where no constant takes a register to widen an element (12 of bf16 spill, hot: 1.14x slower).
+constexpr int kValueHeads = 4;
+template <class Element>
+constexpr bool kWidensPlainly = !std::is_same_v<Element, BFloat16> && !std::is_same_v<Element, Fp8>;
+template <class Element, int kHeads>
+constexpr int kValuePairs = kHeads == 1                              ? 4
+                            : kHeads == 2 || kNumRegisters == 32     ? 2
+                            : kHeads == 3 && kWidensPlainly<Element> ? 2
+                                                                     : 1;
+
+// sums[h][key] += query h . key, over one vector of channels: kHeads + kKeys loads for kHeads * kKeys multiply-adds.
+template <int kHeads, int kKeys, class Widen>
+inline void add_products(Floats (&sums)[kHeads][kKeys], const float *queries, int64_t dim, Widen widen_key) {
+    // GCC would read four heads' queries again for every key (alone, group 4, 128 channels: fp32 1.2x, bf16 1.15x).
+    constexpr bool kHold = kHeads == 4 && kNumRegisters == 16;
     Floats query[kHeads];
-    for (int h = 0; h < kHeads; h++) query[h] = load<Floats>(queries + h * dim);
-    for (int key = 0; key < 4; key++) {
-        const Floats channels = widen_key(key);
+    for (int h = 0; h < kHeads; h++) {
+        query[h] = load<Floats>(queries + h * dim);
+        if constexpr (kHold) hold(query[h]);
+    }
+    for (int key = 0; key < kKeys; key++) {
+        Floats channels = widen_key(key);
+        if constexpr (kHold) hold(channels);
         for (int h = 0; h < kHeads; h++) sums[h][key] += channels * query[h];
     }
 }
 
-// scores[h][0..3] = query h . key 0..3, for heads 0 to kHeads - 1 and four rows of K.
+// scores[h][0..3] = query h . key 0..3, for heads 0 to kHeads - 1 and four rows of K, kScoreKeys at a time. A function of
+// its own, as `add_values` is: inlined into the walk, GCC spills the sums (with the above, hot, group 3: fp32 1.1x, int8
+// 1.2x).
 template <class Element, int kHeads>
-inline void four_scores(const float *queries, const char *const *rows, int64_t dim, float *scores) {
-    const Element *keys[4];
-    for (int key = 0; key < 4; key++) keys[key] = reinterpret_cast<const Element *>(rows[key]);
-    Floats sums[kHeads][4] = {};
-    int64_t i = 0;
-    for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
-        add_products(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
-        add_products(sums, queries + i + kLanes, dim, [&](int key) { return widen_half<1>(keys[key] + i); });
+[[gnu::noinline]] void four_scores(const float *queries, const char *const *rows, int64_t dim, float *scores) {
+    constexpr int kKeys = kScoreKeys<kHeads>;
+    Floats all[kHeads][4];
+    for (int first = 0; first < 4; first += kKeys) {
+        const Element *keys[kKeys];
+        for (int key = 0; key < kKeys; key++) keys[key] = reinterpret_cast<const Element *>(rows[first + key]);
+        Floats sums[kHeads][kKeys] = {};
+        int64_t i = 0;
+        for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
+            add_products(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
+            add_products(sums, queries + i + kLanes, dim, [&](int key) { return widen_half<1>(keys[key] + i); });
+        }
+        if (i < dim) add_products(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
+        for (int h = 0; h < kHeads; h++) {
+            for (int key = 0; key < kKeys; key++) all[h][first + key] = sums[h][key];
+        }
     }
-    if (i < dim) add_products(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
     for (int h = 0; h < kHeads; h++) {
-        store_four_sums(scores + h * kTileKeys, sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
+        Floats totals = four_sums(all[h][0], all[h][1], all[h][2], all[h][3]);
+        std::memcpy(scores + h * kTileKeys, &totals, 4 * sizeof(float));
     }
 }
 
@@ -81,7 +104,7 @@ void tile_scores(const float *queries, int num_heads, const Tile &tile, const Ti
 
 // sums[h] = sums[h] * corrections[h] + weights[h] . V, for kHeads heads and 2 * kPairs vectors of channels at `offset`.
 template <class Element, int kHeads, int kPairs>
-void add_values(float *sums, const float *corrections, const float *weights, const Tile &tile, const Tile *next,
+[[gnu::noinline]] void add_values(float *sums, const float *corrections, const float *weights, const Tile &tile, const Tile *next,
                 int64_t dim, int64_t offset) {
     Floats added[kHeads][2 * kPairs] = {};
     for (int key = 0; key < tile.count;) {
@@ -124,7 +147,7 @@ void add_last_values(float *sums, const float *corrections, const float *weights
 template <class Element, int kHeads>
 void tile_values(float *sums, const float *corrections, const float *weights, const Tile &tile, const Tile *next,
                  int64_t dim) {
-    constexpr int kPairs = kValuePairs<kHeads>;
+    constexpr int kPairs = kValuePairs<Element, kHeads>;
     int64_t offset = 0;
     for (; offset + kPairs * 2 * kLanes <= dim; offset += kPairs * 2 * kLanes) {
         add_values<Element, kHeads, kPairs>(sums, corrections, weights, tile, offset ? nullptr : next, dim, offset);

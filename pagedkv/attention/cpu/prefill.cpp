@@ -4,7 +4,7 @@
 // K and V is widened to fp32 once for all rows. Then scores [key][row] and sums [channel][row] are both products of
 // broadcast elements of the tile (A) with vectors of rows (B), in one register-blocked micro-kernel. With rows in the
 // lanes, softmax needs no shuffle: largest, sum, mask and correction are vectors too.
-#include "softmax.h"
+#include "score_rule.h"
 #include "work.h"
 
 namespace pagedkv {

@@ -50,6 +50,17 @@ inline void store(void *to, Vector value) {
     std::memcpy(to, &value, sizeof value);
 }
 
+// Have the compiler keep a value in a register from here on, where it would read it again for every use.
+inline void hold(Floats &value) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(value));
+#elif defined(__SSE2__)
+    asm("" : "+x"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#endif
+}
+
 // Subtracting 0 changes no float, -0 included, and costs nothing; adding it would turn -0 into 0.
 inline Floats splat(float value) { return value - Floats{}; }
 
@@ -91,12 +102,6 @@ inline void exchange(Floats &a, Floats &b) {
     a = first;
 }
 
-template <int kBit>
-inline Floats exchange_and_add(Floats a, Floats b) {
-    exchange<kBit>(a, b);
-    return a + b;
-}
-
 template <int kBit = 1>
 inline void transpose(Floats (&rows)[kLanes]) {
     for (int i = 0; i < kLanes; i++) {
@@ -115,10 +120,28 @@ inline Floats fold(Floats value) {
     }
 }
 
-// Four vectors to four sums, in order; each vector's lanes are added in the same order, whatever the others hold.
-inline void store_four_sums(float *to, Floats a, Floats b, Floats c, Floats d) {
-    Floats sums = fold<4>(exchange_and_add<2>(exchange_and_add<1>(a, b), exchange_and_add<1>(c, d)));
-    std::memcpy(to, &sums, 4 * sizeof(float));
+// Index lists for `add_interleaved`: in every four lanes, a's and b's lanes 0 and 1 in turn, or 2 and 3.
+template <int kFirst, int... kLane>
+constexpr auto interleaved(std::integer_sequence<int, kLane...>) {
+    return std::integer_sequence<int, (kLane / 4 * 4 + kFirst + kLane % 4 / 2 + kLane % 2 * kLanes)...>{};
+}
+
+// Of every four lanes (a0 + a2, b0 + b2, a1 + a3, b1 + b3): two shuffles that every target has, and a sum.
+inline Floats add_interleaved(Floats a, Floats b) {
+    return pick(a, b, interleaved<0>(EveryLane{})) + pick(a, b, interleaved<2>(EveryLane{}));
+}
+
+// Likewise: lanes 0 and 1 of a, then of b, or lanes 2 and 3.
+template <int kFirst, int... kLane>
+constexpr auto paired(std::integer_sequence<int, kLane...>) {
+    return std::integer_sequence<int, (kLane / 4 * 4 + kFirst + kLane % 2 + kLane % 4 / 2 * kLanes)...>{};
+}
+
+// Four vectors to four sums in the first lanes, in order; each vector's lanes are added in the same order, whatever the
+// others hold.
+inline Floats four_sums(Floats a, Floats b, Floats c, Floats d) {
+    Floats ab = add_interleaved(a, b), cd = add_interleaved(c, d);
+    return fold<4>(pick(ab, cd, paired<0>(EveryLane{})) + pick(ab, cd, paired<2>(EveryLane{})));
 }
 
 inline float sum_of(Floats value) { return fold<1>(value)[0]; }
@@ -269,7 +292,13 @@ inline Floats widen_half(const Element *pair) {
 template <int kHalf>
 inline Floats widen_half(const BFloat16 *pair) {
     Words words = load<Words>(pair);
-    return as_floats(kHalf ? words & 0xffff0000u : words << 16);
+    if constexpr (kHalf == 0) return as_floats(words << 16);
+    if constexpr (kNumRegisters > 16) return as_floats(words & 0xffff0000u);
+    if constexpr (kNumRegisters > 16) return as_floats(words & 0xffff0000u);
+    // Two shifts where a mask would take a register from sums.
+    Floats upper = as_floats(words >> 16);
+    hold(upper);
+    return as_floats(as_words(upper) << 16);
 }
 
 // `dim` channels that lie next to one another to fp32 in stored order, times `factor`.

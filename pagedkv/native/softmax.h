@@ -1,4 +1,4 @@
-// The arithmetic between the two products: softcap, ALiBi, exponentials, and softmax in parts that can be joined.
+// Exponentials, tanh, and what a softmax in parts needs.
 //
 // Scores are kept in base 2, that is times log2(e), and weights are 2^(score - largest). -inf stands for what is not
 // seen and comes out as weight 0 exactly; a NaN score stays NaN.
@@ -7,7 +7,6 @@
 #include <cfloat>
 #include <cmath>
 
-#include "abi.h"
 #include "vectors.h"
 
 namespace pagedkv {
@@ -47,18 +46,6 @@ inline Floats tanh_of(Floats x) {
     Floats far = 1.0f - 2.0f / (exp2_of(bounded * (2.0f * kLog2E)) + 1.0f);
     return size < 0.625f ? near : (x < 0.0f ? -far : far);
 }
-
-// What a layer does to q.k, in base 2. `query_factor` goes into the queries beforehand.
-struct ScoreRule {
-    float query_factor;
-    float softcap;  // 0: none, else the cap in base 2
-
-    explicit ScoreRule(const pagedkv_layer &layer)
-        : query_factor(layer.softcap > 0 ? layer.scale / layer.softcap : layer.scale * kLog2E),
-          softcap(layer.softcap * kLog2E) {}
-
-    Floats capped(Floats product) const { return softcap > 0 ? tanh_of(product) * softcap : product; }
-};
 
 // The largest score as something that can be subtracted: -inf minus -inf would be NaN.
 inline Floats finite_floor(Floats largest) { return larger(largest, splat(-FLT_MAX)); }
