@@ -19,7 +19,7 @@ from pagedkv.backend import CacheUsage
 from pagedkv.page_tensors import PageLayout, PageTensors
 from pagedkv.sizing import require_count, require_float_dtype
 from pagedkv.spec import KVSpec
-from pagedkv.step import GroupStep, Home, PagedStep, StepBuffers, StepRow
+from pagedkv.step import GroupStep, Home, PaddedStep, PagedStep, StepBuffers, StepRow
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from pagedkv.attention.shared_prefix import Mode
     from pagedkv.backend import StepBatch
 
 # What decides a page's bytes, with the constructor's defaults.
@@ -52,6 +53,9 @@ class PagedKVCache:
         prefix_cache: whether sequences share the pages of equal beginnings.
         policy: which idle pages are evicted first.
         attention_backend: a backend of `pagedkv.attention` by name, or None to choose.
+        shared_prefix: whether decode may read pages that several sequences begin with once for all of them (the
+            "triton" backend can): ``"auto"`` on a GPU where it pays, ``"always"``, or ``"never"``. Answers then agree
+            within rounding, not bit for bit, whoever else is in the step (docs/kernels.md).
         check: verify table contents at every call of the operator (tests set it; it costs a synchronisation).
 
     Layers that forget alike form a layer group with block tables of its own; all groups share one pool of pages
@@ -75,6 +79,7 @@ class PagedKVCache:
         prefix_cache: bool = True,
         policy: str = "lru",
         attention_backend: str | None = None,
+        shared_prefix: Mode = "auto",
         check: bool = False,
     ) -> None:
         self.spec = spec
@@ -108,8 +113,9 @@ class PagedKVCache:
         self.layer_specs = [LayerSpec(layer.k_dim**-0.5, layer.window, layer.num_sink_tokens) for layer in spec.layers]
         self._homes = self.layout.homes()
         homes = [home for home in self._homes if home is not None]
-        self._buffers = StepBuffers(max_batch, self.max_len, page_size, homes, self.device)
+        self._buffers = StepBuffers(max_batch, self.max_len, page_size, homes, self.device, shared_prefix=shared_prefix)
         self._step: PagedStep | None = None
+        self._padded: PaddedStep | None = None
         self._in_flight: StepInFlight | None = None
 
     @classmethod
@@ -199,7 +205,9 @@ class PagedKVCache:
         sequences = list(inputs)
         rows: list[StepRow] = [row if isinstance(row, int) else list(row) for row in inputs.values()]
         counts = [row if isinstance(row, int) else len(row) for row in rows]
-        self._require_step(sequences, rows, counts)
+        if self._step is not None:
+            raise RuntimeError("begin_step needs the step in flight to be ended or abandoned first")
+        self._buffers.require_fits(sequences, rows, counts)
         self.allocator.reserve_batch(sequences, counts)
         try:
             self.run_copies()
@@ -210,24 +218,6 @@ class PagedKVCache:
             raise
         self._step, self._in_flight = step, self.allocator.begin_step()
         return step
-
-    def _require_step(self, sequences: list[PagedSequence], rows: list[StepRow], counts: list[int]) -> None:
-        if self._step is not None:
-            raise RuntimeError("begin_step needs the step in flight to be ended or abandoned first")
-        if not 1 <= len(sequences) <= self.max_batch:
-            raise ValueError(f"inputs must hold 1 to max_batch = {self.max_batch} sequences, held {len(sequences)}")
-        for sequence, row, count in zip(sequences, rows, counts, strict=True):
-            if isinstance(row, bool):
-                raise TypeError(f"inputs must be token ids or a whole number of tokens, were {row!r} for {sequence!r}")
-            if count < 1:
-                raise ValueError(f"inputs must hold at least one token for each sequence, held {row} for {sequence!r}")
-            if sequence.num_tokens + count > self.max_len:
-                raise ValueError(
-                    f"inputs must keep each sequence within max_len = {self.max_len} tokens, "
-                    f"would take {sequence!r} to {sequence.num_tokens + count}"
-                )
-            if not isinstance(row, int):
-                sequence.require_next(row)
 
     def run_copies(self) -> None:
         """Clear and copy pages as the allocator asks, before anything is written to them; `begin_step` does it too."""
@@ -269,6 +259,18 @@ class PagedKVCache:
             check=self._check,
         )
 
+    def can_pad(self, batch: StepBatch) -> bool:
+        """Whether `pad_step` takes the step: one token of each sequence, known by its id; layers on one device."""
+        return self._current(batch).is_decode and len(self._pages.devices) == 1
+
+    def pad_step(self, batch: StepBatch, rows: int) -> PaddedStep:
+        """Return the decode step in flight padded to ``rows`` rows, for `write` and `attend`; end the step itself.
+
+        It lies in the same memory whenever ``rows`` is the same, so that it can be captured.
+        """
+        self._padded = self._buffers.pad(self._current(batch), rows)
+        return self._padded
+
     def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all K and V of ``layer`` for the step's sequences, each ``[sum(kv_lens), num_kv_heads, dim]``.
 
@@ -307,7 +309,7 @@ class PagedKVCache:
                 sequence.commit(count=row)
         if self._in_flight is not None:
             self._in_flight.end()
-        self._step = self._in_flight = None
+        self._step = self._padded = self._in_flight = None
 
     def _require_layer(self, layer: int) -> None:
         if not 0 <= layer < self.spec.num_layers:
@@ -321,8 +323,10 @@ class PagedKVCache:
         return home
 
     def _group_step(self, layer: int, batch: StepBatch) -> GroupStep:
-        """Return what ``layer`` shares with its group in the step in flight."""
+        """Return what ``layer`` shares with its group in the step in flight, or in its padded form."""
         home = self._home(layer)
+        if self._padded is not None and batch is self._padded:
+            return self._padded.groups[home]
         return self._current(batch).groups[home]
 
     def _current(self, batch: StepBatch) -> PagedStep:

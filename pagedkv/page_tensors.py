@@ -157,6 +157,11 @@ class PageTensors:
                 self._place_scales(members, heads, device)
 
     @property
+    def devices(self) -> list[torch.device]:
+        """The devices that have memory here."""
+        return list(self._by_device)
+
+    @property
     def buffers(self) -> list[torch.Tensor]:
         """See the class."""
         return [tensor for tensors in self._by_device.values() for tensor in tensors]

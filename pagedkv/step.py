@@ -1,18 +1,19 @@
 """One step of a paged cache, laid out for the operator: tables, lengths and the slots to write, per layer group.
 
 Takes sequences, their new tokens and the allocator's block tables; gives tensors, on every device that a group has
-layers on; refuses to know where pages come from.
+layers on, and a decode step also padded to a size whose memory stays; refuses to know where pages come from.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from pagedkv.allocator.tokens import count_of
 from pagedkv.attention import AttentionBatch
+from pagedkv.attention.shared_prefix import Mode, find_when_asked
 from pagedkv.backend import StepBatch
 
 if TYPE_CHECKING:
@@ -48,19 +49,52 @@ class StepBuffers:
     """
 
     def __init__(
-        self, max_batch: int, max_len: int, page_size: int, homes: Iterable[Home], device: torch.device
+        self,
+        max_batch: int,
+        max_len: int,
+        page_size: int,
+        homes: Iterable[Home],
+        device: torch.device,
+        *,
+        shared_prefix: Mode = "auto",
     ) -> None:
         """Allocate them for all ``homes``, zeroed: every unused table entry names the null page.
 
-        ``device`` is where a step's token ids and positions are wanted.
+        ``device`` is where a step's token ids and positions are wanted. ``shared_prefix`` as in `PagedKVCache`.
+
+        Raises:
+            ValueError: if ``shared_prefix`` is something else.
         """
+        if shared_prefix not in get_args(Mode):
+            raise ValueError(f"shared_prefix must be one of {get_args(Mode)}, was {shared_prefix!r}")
         self.page_size = page_size
+        self.max_batch = max_batch
+        self.max_len = max_len
         self.device = device
+        self._shared_prefix = shared_prefix
+        self._padded: dict[int, PaddedStep] = {}
         width = -(-max_len // page_size)
         self._tables = {home: _zeros(home[1], max_batch, width) for home in dict.fromkeys(homes)}
         self._kv_lens = {device: _zeros(device, max_batch) for _, device in self._tables}
         self._cu_q_lens = {device: _zeros(device, max_batch + 1) for _, device in self._tables}
         self.groups = sorted({group for group, _ in self._tables})
+
+    def require_fits(self, sequences: list[PagedSequence], rows: list[StepRow], counts: list[int]) -> None:
+        """Refuse ``rows`` of ``counts`` tokens that no step can take; raises as `PagedKVCache.begin_step`."""
+        if not 1 <= len(sequences) <= self.max_batch:
+            raise ValueError(f"inputs must hold 1 to max_batch = {self.max_batch} sequences, held {len(sequences)}")
+        for sequence, row, count in zip(sequences, rows, counts, strict=True):
+            if isinstance(row, bool):
+                raise TypeError(f"inputs must be token ids or a whole number of tokens, were {row!r} for {sequence!r}")
+            if count < 1:
+                raise ValueError(f"inputs must hold at least one token for each sequence, held {row} for {sequence!r}")
+            if sequence.num_tokens + count > self.max_len:
+                raise ValueError(
+                    f"inputs must keep each sequence within max_len = {self.max_len} tokens, "
+                    f"would take {sequence!r} to {sequence.num_tokens + count}"
+                )
+            if not isinstance(row, int):
+                sequence.require_next(row)
 
     def fill(
         self,
@@ -86,8 +120,31 @@ class StepBuffers:
                 max_q_len=max_q_len,
                 max_kv_len=max_kv_len,
             )
+            if self._shared_prefix == "always" or (self._shared_prefix == "auto" and device.type == "cuda"):
+                find_when_asked(
+                    attention,
+                    self.page_size,
+                    tables=tables[group],
+                    kv_lens=kv_lens,
+                    q_lens=q_lens,
+                    mode=self._shared_prefix,
+                )
             steps[group, device] = GroupStep(attention, torch.from_numpy(slots[group]).to(device))
         return steps
+
+    def pad(self, step: PagedStep, rows: int) -> PaddedStep:
+        """Return ``step`` as one of ``rows`` rows, in the same memory whenever ``rows`` is the same.
+
+        Raises:
+            ValueError: the step is not `PagedStep.is_decode`, has more rows, or its layers are on several devices.
+        """
+        if len(self._kv_lens) > 1:
+            raise ValueError(f"step must have its layers on one device to be padded, has them on {[*self._kv_lens]}")
+        if rows not in self._padded:
+            width = next(iter(self._tables.values())).shape[1]
+            self._padded[rows] = PaddedStep(rows, width, self.max_len, list(self._tables), self.device)
+        self._padded[rows].load(step)
+        return self._padded[rows]
 
 
 def _zeros(device: torch.device, *shape: int) -> torch.Tensor:
@@ -130,6 +187,11 @@ class PagedStep(StepBatch):
         }
         self.groups = buffers.fill(self._tables, slots, self._kv_lens, q_lens)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence brings one token, known by its id."""
+        return self.has_input_ids and all(length == 1 for length in self.q_lens)
+
     def kept(self, keep: Mapping[PagedSequence, int]) -> list[StepRow]:
         """Return each row's first ``keep[sequence]`` tokens, or that count; all of them where ``keep`` is silent.
 
@@ -164,3 +226,54 @@ class PagedStep(StepBatch):
             for pages, positions in zip(self._tables[group], self.held_positions(group), strict=True)
         ]
         return torch.from_numpy(np.concatenate(slots)).to(device)
+
+
+class PaddedStep(StepBatch):
+    """A decode step of a fixed number of rows, at addresses that stay: what a captured step reads.
+
+    Rows past the sequences are padding: token 0 at position 0, of length 0, written to the null page; their logits mean
+    nothing. The bound on lengths is the cache's, so that a captured grid fits every later step. The sequences' own
+    bounds are not looked at, so that nothing of a captured launch depends on them; nor are shared beginnings.
+
+    Attributes:
+        groups: by home what its layers share, new after every `load`.
+    """
+
+    def __init__(self, rows: int, width: int, max_len: int, homes: list[Home], device: torch.device) -> None:
+        """Allocate it for ``homes``, all of one device, with tables of ``width`` pages."""
+        super().__init__((), [[0]] * rows, [0] * rows, device)
+        self._max_len = max_len
+        on = homes[0][1]
+        self._kv_lens = _zeros(on, rows)
+        self._cu_q_lens = torch.arange(rows + 1, dtype=torch.int32, device=on)
+        self._tables = {home: _zeros(on, rows, width) for home in homes}
+        self._slots = {home: torch.zeros(rows, dtype=torch.int64, device=on) for home in homes}
+        self.groups: dict[Home, GroupStep] = {}
+
+    def load(self, step: PagedStep) -> None:
+        """Take over the rows of ``step``, one token each; copies on the device, nothing waits."""
+        rows, count = len(self.q_lens), len(step.q_lens)
+        if count > rows or not step.is_decode:
+            raise ValueError(
+                f"step must bring one token, known by its id, for each of at most {rows} sequences, "
+                f"brings {step.q_lens}{'' if step.has_input_ids else ' without ids'}"
+            )
+        self.sequences = step.sequences
+        some = next(iter(step.groups.values()))
+        pairs = [
+            (self.input_ids, step.input_ids),
+            (self.position_ids, step.position_ids),
+            (self._kv_lens, some.attention.kv_lens),
+        ]
+        for home, own in step.groups.items():
+            tables = own.attention.block_tables
+            self._tables[home].zero_()
+            self._tables[home][:count, : tables.shape[1]].copy_(tables)
+            pairs.append((self._slots[home], own.slot_mapping))
+        for padded, source in pairs:
+            padded[:count].copy_(source)
+            padded[count:].zero_()
+        self.groups = {
+            home: GroupStep(AttentionBatch(tables, self._kv_lens, self._cu_q_lens, 1, self._max_len), self._slots[home])
+            for home, tables in self._tables.items()
+        }

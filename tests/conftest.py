@@ -1,4 +1,9 @@
-"""What all tests share: one thread per process, no network, and how Hypothesis searches."""
+"""What all tests share: one thread per process, no network, interpreted kernels, and how Hypothesis searches.
+
+Triton decides when it is imported whether it interprets kernels or compiles them, for the whole process. Tests
+interpret (a CPU is all they need), unless PAGEDKV_TEST_DEVICE names a GPU; what must be compiled is compiled in
+processes of its own (`tests.attention.compiled`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRITON_INTERPRET"] = "1" if os.environ.get("PAGEDKV_TEST_DEVICE", "cpu") == "cpu" else "0"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 

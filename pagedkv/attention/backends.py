@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "cpu": ".cpu",
+    "triton": ".triton",
     "torch": ".gather",
     "reference": ".reference",
 }
 """Module of each backend, in the order in which ``backend=None`` tries them."""
 
-_CHOSEN_ON = {"cpu": "cpu"}
-"""Backends that ``backend=None`` tries on one type of device only, and does not load elsewhere."""
+_CHOSEN_ON = {"cpu": "cpu", "triton": "cuda"}
+"""Backends that ``backend=None`` tries on one type of device only and loads nowhere else (HIP calls itself cuda)."""
 
 
 class Backend(Protocol):

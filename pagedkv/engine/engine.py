@@ -79,6 +79,7 @@ class Engine:
         seed: of the seeds of requests that bring none, for runs that can be repeated, 0 to 2**64 - 1; None: from the
             system.
         clock: seconds, for metrics and the cost of preemption.
+        cuda_graphs: as `ModelRunner` takes it.
 
     Attributes:
         strategy: of the cache that the engine made: its name and why; None for any other cache.
@@ -116,6 +117,7 @@ class Engine:
         threads: int | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        cuda_graphs: bool | None = None,
     ) -> None:
         """Build the cache and the runner, and try the model out on a few tokens."""
         from pagedkv.transformers import ModelRunner
@@ -150,7 +152,7 @@ class Engine:
             raise ValueError(f"swap_memory must be None for a cache without pages, was {swap_memory!r}")
         max_batch = max_batch or default_max_batch(cache, max_step_tokens)
         core = EngineCore(
-            FastRunner(ModelRunner(model, cache), packed=packed, exact=exact, threads=threads),
+            FastRunner(ModelRunner(model, cache, cuda_graphs=cuda_graphs), packed=packed, exact=exact, threads=threads),
             cache,
             vocab_size=spec.vocab_size,
             max_len=context,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pagedkv.attention.calls import Scales
 
-BACKENDS = ("cpu", "torch", "reference")
+BACKENDS = ("cpu", "triton", "torch", "reference")
 GARBAGE = (-1, 2**30)
 """What unused entries of a block table hold."""
 
@@ -139,9 +139,18 @@ def error_limit(case: Case, spec: LayerSpec, arithmetic: torch.dtype = torch.flo
     return 4 * own_error + torch.finfo(arithmetic).eps * largest_v + band
 
 
-def assert_within_limit(case: Case, spec: LayerSpec, *results: torch.Tensor) -> None:
-    """Assert that each of ``results`` is as near to the float64 reference as its arithmetic and dtype allow."""
+def assert_within_limit(
+    case: Case, spec: LayerSpec, *results: torch.Tensor, operands: torch.dtype | None = None
+) -> None:
+    """Assert that each of ``results`` is as near to the float64 reference as its arithmetic and dtype allow.
+
+    ``operands`` is the dtype that a matrix unit takes: weights, and dequantised V, are rounded to it, each to half a
+    unit of their size, so that together they move the output by up to one unit of the largest V.
+    """
     exact, limit = case.reference(spec), error_limit(case, spec)
+    if operands is not None:
+        largest_v = max((float(v.abs().max()) for _, v in case.stored if v.numel()), default=0.0)
+        limit = limit + torch.finfo(operands).eps * largest_v
     for actual in results:
         excess = (actual.double() - exact).abs() - limit
 

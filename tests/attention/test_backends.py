@@ -35,8 +35,8 @@ def test_import_loads_no_backend_and_no_triton() -> None:
     script = (
         "import sys, pagedkv.attention as a; "
         "print(*[m for m in sys.modules if m in "
-        "('pagedkv.attention.cpu', 'pagedkv.attention.gather', 'pagedkv.attention.reference', 'triton', "
-        "'pagedkv.allocator')])"
+        "('pagedkv.attention.cpu', 'pagedkv.attention.triton', 'pagedkv.attention.gather', "
+        "'pagedkv.attention.reference', 'triton', 'pagedkv.allocator')])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
@@ -55,18 +55,18 @@ def test_every_named_backend_is_whole(name: str) -> None:
 
 
 def test_no_choice_takes_the_first_that_can() -> None:
-    """None takes the first backend without a reason against it; when all have one, all reasons are told."""
-    first, second = "cpu", "torch"
-
-    assert backend_names()[0] == first
-    assert choose(None, "cpu", lambda _: None) is load(first)
-    assert choose(None, "cpu", lambda backend: "no" if backend is load(first) else None) is load(second)
-    with pytest.raises(ValueError, match=f"'{first}' cannot serve this call: no; .*'{second}' cannot .*: no"):
-        choose(None, "cpu", lambda _: "no")
+    """None takes the first of the device's backends without a reason against it; else all their reasons are told."""
+    assert backend_names() == ("cpu", "triton", "torch", "reference")
+    for device, first in (("cpu", "cpu"), ("cuda", "triton")):
+        assert choose(None, device, lambda _: None) is load(first)
+        without: Backend = choose(None, device, lambda backend, first=first: "no" if backend is load(first) else None)  # type: ignore[misc]
+        assert without is load("torch")
+        with pytest.raises(ValueError, match=f"'{first}' cannot serve this call: no; .*'torch' cannot .*: no"):
+            choose(None, device, lambda _: "no")
 
 
 def test_no_choice_leaves_out_backends_of_another_device() -> None:
-    """Tensors elsewhere never ask the CPU's kernels, not even whether they could; by name they are asked."""
+    """Tensors elsewhere never ask a device's own kernels, not even whether they could; by name they are asked."""
     asked: list[Backend] = []
 
     def ask(backend: Backend) -> str:
@@ -77,6 +77,7 @@ def test_no_choice_leaves_out_backends_of_another_device() -> None:
         choose(None, "meta", ask)
 
     assert load("cpu") not in asked
+    assert load("triton") not in asked
     with pytest.raises(ValueError, match="'cpu' cannot serve this call: no"):
         choose("cpu", "meta", ask)
 
