@@ -13,5 +13,5 @@ def test_every_code_block_runs_in_order() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     program = "\n".join(blocks)
 
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     exec(compile(program, str(DOCUMENT), "exec"), {})
