@@ -82,6 +82,7 @@ def _generate(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, mask: tor
         attention_mask=mask,
         past_key_values=cache,
         max_new_tokens=len(_STEPS),
+        use_cache=True,
         do_sample=False,
         num_beams=1,
         eos_token_id=None,
