@@ -194,7 +194,8 @@ def test_a_model_that_reads_padding() -> None:
 
 def test_keys_during_a_forward() -> None:
     """While a forward runs, a layer's ``keys`` are those from before it, as they were then."""
-    model, seen = build(tiny_config("llama")), []
+    model = build(tiny_config("llama"))
+    seen: list[torch.Tensor] = []
     with paged(model) as cache, torch.no_grad():
         model(prompts(2), past_key_values=cache)
         before = [layer.keys for layer in cache.layers]
