@@ -32,9 +32,8 @@ KINDS = {
     "bart": (EQUAL, REFUSED, "must take 'position_ids'"),
     "gpt_neo": (EQUAL, REFUSED, "past the attention interface"),
     "prophetnet": (EQUAL, REFUSED, "cross attention"),  # reads padding
-    "mllama": (EQUAL, REFUSED, "cross attention"),  # layers that store nothing while there is no image
     "moshi": (REFUSED, REFUSED, "without the window"),  # forgets what its mask still shows
-    "mamba": (REFUSED, REFUSED, "nothing to page"),
+    "mamba": (REFUSED, REFUSED, "recurrent state"),
 }
 
 
