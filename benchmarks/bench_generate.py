@@ -28,6 +28,7 @@ from pagedkv import PagedCache
 from pagedkv.cli.models import load_model
 from pagedkv.engine.equality import all_token_equal, compare_tokens
 from pagedkv.transformers.stock import cache_keyword
+from pagedkv.transformers.versions import hide_renaming_warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +61,13 @@ def cases(*, quick: bool) -> list[Case]:
     """Return the grid; when quick, its corners below 2,048 columns."""
     contexts, batches, new_tokens = ((128, 1024), (1, 4), 8) if quick else ((128, 512, 2048, 8192), (1, 4, 16), 16)
     return [Case(d, context, batch, new_tokens) for d in DTYPES for context in contexts for batch in batches]
+
+
+def weighed(cases: list[Case], *, quick: bool) -> list[Case]:
+    """Return the cases whose peak memory is measured, three processes each: when quick, the largest in float32."""
+    if not quick:
+        return cases
+    return sorted((case for case in cases if case.dtype == DTYPES[0]), key=lambda case: case.context * case.batch)[-1:]
 
 
 def make_cache(model: Any, subject: str, case: Case) -> Any:
@@ -251,6 +259,7 @@ def main() -> None:
     parser.add_argument("--peak", nargs=5, metavar=("SUBJECT", "DTYPE", "CONTEXT", "BATCH", "TOKENS"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    hide_renaming_warning()
     console = Console()
     if args.peak:
         subject, dtype, *numbers = args.peak
@@ -261,11 +270,12 @@ def main() -> None:
     report: Report | None = None
     for dtype, model, name in models(args.model, console):
         report = report or Report(f"model.generate, {name}, {args.threads} threads, greedy")
-        for case in cases(quick=args.quick):
-            if case.dtype == dtype and args.only in case.name:
-                measure(model, case, rounds, report)
+        chosen = [case for case in cases(quick=args.quick) if case.dtype == dtype and args.only in case.name]
+        for case in chosen:
+            measure(model, case, rounds, report)
+            if case in weighed(chosen, quick=args.quick):
                 measure_memory(case, args.model, args.threads, report)
-                console.print(f"{case.name}: done", style="dim", highlight=False)
+            console.print(f"{case.name}: done", style="dim", highlight=False)
         if args.only in f"{dtype}, beams":
             measure_beams(model, rounds, report, quick=args.quick)
     assert report is not None

@@ -118,11 +118,12 @@ class Binding:
         if said.get("use_cache") is False:
             raise ValueError("use_cache must be true with a PagedCache: without it the whole text would be fed again")
         mask, ids = said.get("attention_mask"), said.get("input_ids")
+        told = isinstance(mask, torch.Tensor) and not self.learned.stores_padding
         self._outermost = module
         self.forward = CacheForward(
             cache,
             self.learned,
-            mask=mask if isinstance(mask, torch.Tensor) else None,
+            mask=mask if told else None,
             input_ids=ids if isinstance(ids, torch.Tensor) else None,
             learning=self.learning and not cache.get_seq_length(),
             own_attention=self.learned.untouched or _wants_weights(module, said),

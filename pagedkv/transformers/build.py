@@ -34,11 +34,14 @@ def build_binding(model: PreTrainedModel, **options: Any) -> Binding:
     if model.training:
         raise ValueError("model must be in eval mode (model.eval()), was in training mode")
     learned = learn(model)
-    return Binding(model, learned, _make_store(model, learned, **options), learning=False)
+    return Binding(model, learned, make_store(model, learned, **options), learning=False)
 
 
-def _make_store(model: PreTrainedModel, learned: Learned, **options: Any) -> PagedKVCache:
-    """Return pages for the layers, each on the device where the layer's K and V were."""
+def make_store(model: PreTrainedModel, learned: Learned, **options: Any) -> PagedKVCache:
+    """Return pages for what ``learned`` names, each layer's on the device where its K and V were.
+
+    ``options`` are those of `PagedKVCache.from_config`.
+    """
     spec, devices = learned.spec(model.config), {layer: stored.device for layer, stored in learned.layers.items()}
     placed = {layer: devices.get(layer, learned.device) for layer in range(spec.num_layers)}
     device_map = placed if len(set(devices.values())) > 1 else None
@@ -74,25 +77,28 @@ def _try(model: PreTrainedModel) -> Learned:
     if trouble is None:
         learned.untouched = learned.gathered.keys() == learned.layers.keys()
         return learned
-    # The last resort changes nothing about the model and gathers for every layer.
+    # What is left changes nothing about the model and gathers for every layer; in the end with K and V of padding too,
+    # for models that read padding or take no mask.
     learned.untouched = True
-    trouble = _trial(model, learned, expected)
-    if trouble is not None:
-        raise UnsupportedModel(f"{learned.name} answers otherwise on a paged cache than on the stock one: {trouble}")
-    return learned
+    for stores_padding in (False, True):
+        learned.stores_padding = stores_padding
+        trouble = _trial(model, learned, expected)
+        if trouble is None:
+            return learned
+    raise UnsupportedModel(f"{learned.name} answers otherwise on a paged cache than on the stock one: {trouble}")
 
 
 def _trial(model: PreTrainedModel, learned: Learned, expected: list[torch.Tensor]) -> str | None:
     """Run the tokens of the stock run on pages; return what is wrong with the answer, or None."""
     from pagedkv.transformers.paged_cache import PagedCache
 
-    store = _make_store(
+    store = make_store(
         model,
         learned,
         num_pages=_TRIAL_PAGES,
         page_size=_TRIAL_PAGE_SIZE,
         max_batch=2,
-        max_len=_TRIAL_PAGES if learned.by_generate else _TRIAL_PAGE_SIZE,
+        max_len=_TRIAL_PAGES,
         attention_backend="reference",
         check=True,
     )

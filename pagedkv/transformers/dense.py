@@ -22,13 +22,14 @@ def column_slots(sequences: list[PagedSequence], real: torch.Tensor, group: int)
     """Return the slot of each column, int64 ``[rows, columns]``; slots of the null page for what is not held.
 
     Args:
-        sequences: one per row; tokens reserved by a step in flight count.
-        real: bool ``[rows, columns]``: which columns are tokens of their sequence.
+        sequences: one per row.
+        real: bool ``[rows, columns]``: which columns are tokens of their sequence, from its first on; those of a step
+            in flight may be among them.
         group: the layer group whose tables are read.
     """
     slots = np.zeros(real.shape, np.int64)
     for row, (sequence, kept) in enumerate(zip(sequences, real.numpy(), strict=True)):
-        slots[row, kept] = sequence.slots(0, sequence.num_tokens + sequence.num_reserved, group)
+        slots[row, kept] = sequence.slots(0, int(kept.sum()), group)
     return torch.from_numpy(slots)
 
 

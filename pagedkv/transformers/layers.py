@@ -54,7 +54,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     @property
     def keys(self) -> torch.Tensor | None:
         """All K that is stored, gathered: ``[rows, heads, columns, width]``; None while nothing is."""
-        return self._cache.gather(self.index)[0] if self._cache.get_seq_length() else None
+        return self._cache.gather(self.index)[0] if self.is_initialized else None
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
@@ -63,7 +63,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     @property
     def values(self) -> torch.Tensor | None:
         """All V that is stored, gathered: ``[rows, heads, columns, width]``; None while nothing is."""
-        return self._cache.gather(self.index)[1] if self._cache.get_seq_length() else None
+        return self._cache.gather(self.index)[1] if self.is_initialized else None
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
@@ -76,8 +76,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
     @property
     def is_initialized(self) -> bool:
-        """Whether anything is stored."""
-        return self._cache.get_seq_length() > 0
+        """Whether anything is stored, from earlier forwards."""
+        return self.index in self._cache.learned.layers and self._cache.get_seq_length() > 0
 
     @property
     def record_past(self) -> bool:

@@ -77,6 +77,7 @@ class Learned:
         kinds: the stock cache's layer objects, one per layer; ours are made after them.
         gathered: the layers that need K and V gathered for the model's own attention, and why.
         untouched: whether the attention implementation is never set: everything is gathered.
+        stores_padding: whether padding takes slots as tokens do, since the model's answers depend on what stands there.
         by_generate: whether it was tried out by `generate`, since bare forwards of a padded batch fail.
     """
 
@@ -85,6 +86,7 @@ class Learned:
     kinds: list[Any]
     gathered: dict[int, str] = field(default_factory=dict)
     untouched: bool = False
+    stores_padding: bool = False
     by_generate: bool = False
     _specs: dict[tuple[int, float, float | None], LayerSpec] = field(default_factory=dict)
 

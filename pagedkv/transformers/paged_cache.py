@@ -203,17 +203,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     @contextmanager
     def rows_for(self, num_rows: int) -> Iterator[Rows]:
         """Give the rows that a forward of ``num_rows`` goes on with; new ones are closed again if it cannot begin."""
-        rows, opened = self._rows, False
-        if rows is None:
-            rows, opened = Rows.opened(self.store, num_rows), True
-        elif self._matched and num_rows % rows.columns.num_rows == 0:
-            # Beams and parallel samples repeat the prompts that were matched.
-            rows.select([i // (num_rows // rows.columns.num_rows) for i in range(num_rows)])
-        elif rows.columns.num_rows != num_rows:
-            raise ValueError(
-                f"the batch must have {rows.columns.num_rows} rows, as the cache has, had {num_rows}; "
-                "reset() begins anew"
-            )
+        opened = self._rows is None
+        rows = Rows.opened(self.store, num_rows) if self._rows is None else self._rows
+        rows.fit(num_rows, matched=self._matched)
         if self.recording:
             for sequence in rows.sequences:
                 sequence.hold_window()
@@ -305,6 +297,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             raise ValueError(f"input_ids must be [rows, columns], was {[*input_ids.shape]}")
         if self.keeps_states:
             raise ValueError("match needs a model that keeps nothing but K and V: a recurrent state is not in pages")
+        if self.learned.stores_padding:
+            raise ValueError("match needs a model whose answers do not depend on what stands in padding")
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if real.shape != input_ids.shape:
             raise ValueError(f"attention_mask must be {[*input_ids.shape]}, as input_ids, was {[*real.shape]}")

@@ -34,6 +34,23 @@ class Rows:
         """Return ``num_rows`` empty rows."""
         return cls([store.open([]) for _ in range(num_rows)], Columns(num_rows))
 
+    def fit(self, num_rows: int, *, matched: bool) -> None:
+        """Make these the rows of a batch of ``num_rows``: equally many, or, just ``matched``, a multiple.
+
+        Beams and parallel samples repeat the prompts that were matched.
+
+        Raises:
+            ValueError: the batch has other rows.
+        """
+        repeats, rest = divmod(num_rows, self.columns.num_rows)
+        if matched and not rest:
+            self.select([row for row in range(self.columns.num_rows) for _ in range(repeats)])
+        elif num_rows != self.columns.num_rows:
+            raise ValueError(
+                f"the batch must have {self.columns.num_rows} rows, as the cache has, had {num_rows}; "
+                "reset() begins anew"
+            )
+
     @classmethod
     def matched(cls, store: PagedKVCache, input_ids: torch.Tensor, real: torch.Tensor) -> Rows | None:
         """Return rows that hold what is stored of ``input_ids`` ``[rows, columns]``, equally many columns in each.

@@ -82,6 +82,7 @@ def _generate(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, mask: tor
         attention_mask=mask,
         past_key_values=cache,
         max_new_tokens=len(_STEPS),
+        use_cache=True,
         do_sample=False,
         num_beams=1,
         eos_token_id=None,
@@ -100,14 +101,16 @@ def stock_run(model: PreTrainedModel) -> tuple[list[torch.Tensor], Learned]:
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if not model._supports_default_dynamic_cache():
         raise UnsupportedModel(f"{name} takes no cache from its caller (transformers says so)")
-    recorder, by_generate = Recorder(text), False
+    by_generate = False
     try:
+        recorder = Recorder(text)
         logits = try_out(model, recorder)
     except (torch.OutOfMemoryError, UnsupportedModel):
         raise
     except Exception as error:
-        recorder, by_generate = Recorder(text), True
+        by_generate = True
         try:
+            recorder = Recorder(text)
             logits = try_out(model, recorder, by_generate=True)
         except Exception:
             reason = f"{type(error).__name__}: {error}"

@@ -232,9 +232,9 @@ No model is known by name. `PagedCache` and the engine's runner try a few tokens
 what each layer hands over whether pages alone serve it. A layer that attends to something else than it stores
 (latents that are expanded afterwards, values that are split), or by a pattern that pages do not know, is handed K and
 V gathered from the pages: equal, for the price of a gather. So are models that attend past the attention interface,
-in `generate`; the engine refuses those, since in their code the texts of a step would see each other. It refuses
-recurrent and convolution states too (one state per row, where a step has many texts in one row), and models whose
-forward takes no positions.
+in `generate`; where an answer depends on what stands in padding, padding is stored as well. The engine refuses those,
+since in their code the texts of a step would see each other. It refuses recurrent and convolution states too (one
+state per row, where a step has many texts in one row), and models whose forward takes no positions.
 
 Windows and chunks give pages back. `tests/transformers/test_gemma3.py` (slow) holds Gemma 3 270M, whose 15 of 18
 layers see 512 tokens, to it: a 4,000-token prompt decodes as with the stock cache on under a third of the memory."""

@@ -31,7 +31,9 @@ KINDS = {
     "qwen3_next": (EQUAL, REFUSED, "recurrent state"),
     "bart": (EQUAL, REFUSED, "must take 'position_ids'"),
     "gpt_neo": (EQUAL, REFUSED, "past the attention interface"),
-    "mamba": (REFUSED, REFUSED, "nothing to page"),
+    "prophetnet": (EQUAL, REFUSED, "cross attention"),  # reads padding
+    "moshi": (REFUSED, REFUSED, "without the window"),  # forgets what its mask still shows
+    "mamba": (REFUSED, REFUSED, "recurrent state"),
 }
 
 

@@ -168,6 +168,45 @@ def test_a_model_that_looks_at_k_on_the_side() -> None:
     assert expected.tolist() == got.tolist()
 
 
+def test_a_model_that_reads_padding() -> None:
+    """Where answers depend on what stands in padding, padding is stored too: equal tokens, and no match of prompts."""
+    model = build(tiny_config("llama"))
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def peeking(*args: Any, **kwargs: Any) -> Any:
+        peeks = {name: Peek(value) for name, value in kwargs.items() if isinstance(value, Cache)}
+        out, *rest = forward(*args, **{**kwargs, **peeks})
+        for peek in peeks.values():
+            out = out + peek.keys[:, :, :1].mean((1, 3)).unsqueeze(2)
+        return out, *rest
+
+    attention.forward = peeking
+    with paged(model) as cache:
+        assert (True, True) == (cache.learned.untouched, cache.learned.stores_padding)
+        with pytest.raises(ValueError, match="match needs a model whose answers do not depend on"):
+            cache.match(prompts(1))
+
+    for options in ({}, {"num_beams": 3}):
+        expected, got = both(model, left_padded(), **options)
+        assert expected.tolist() == got.tolist()
+
+
+def test_keys_during_a_forward() -> None:
+    """While a forward runs, a layer's ``keys`` are those from before it, as they were then."""
+    model = build(tiny_config("llama"))
+    seen: list[torch.Tensor] = []
+    with paged(model) as cache, torch.no_grad():
+        model(prompts(2), past_key_values=cache)
+        before = [layer.keys for layer in cache.layers]
+        model.model.layers[1].register_forward_hook(lambda *args: seen.extend(layer.keys for layer in cache.layers))
+        model(prompts(2, 1, seed=1), past_key_values=cache)
+
+    assert 2 == len(seen)
+    for one, other in zip(before, seen, strict=True):
+        torch.testing.assert_close(other, one, atol=0, rtol=0)
+
+
 def test_a_model_that_answers_otherwise_is_refused() -> None:
     """Where even gathering gives other logits than the stock cache, construction says so."""
     model = build(tiny_config("llama"))

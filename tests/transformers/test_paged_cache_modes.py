@@ -59,7 +59,8 @@ def test_single_prompt(name: str, mode: str) -> None:
 
 def test_early_exit() -> None:
     """A model that drafts with its own first layer, on a cache of the library's, gives the stock tokens."""
-    expected, got = both(tiny("gemma3"), {"input_ids": prompts(1)}, assistant_early_exit=1)
+    # Of its own, since the library leaves the config cut short where it fails; older ones fail at windows.
+    expected, got = both(build(tiny_config("llama")), {"input_ids": prompts(1)}, assistant_early_exit=1)
 
     assert expected.tolist() == got.tolist()
 

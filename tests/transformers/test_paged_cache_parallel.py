@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pagedkv.transformers.build import _make_store
+from pagedkv.transformers.build import make_store
 from pagedkv.transformers.learned import Learned, StoredLayer
 from tests.house.source_tree import ROOT
 from tests.tiny_models import tiny
@@ -28,7 +28,7 @@ def test_pages_are_on_each_layers_device() -> None:
         index: StoredLayer((2, 8), (2, 8), torch.float32, torch.device(device))
         for index, device in enumerate(("cpu", "meta"))
     }
-    store = _make_store(model, Learned("Llama", layers, []), num_pages=8, page_size=4)
+    store = make_store(model, Learned("Llama", layers, []), num_pages=8, page_size=4)
 
     assert ["cpu", "meta"] == [pages.device.type for pages in store.k_pages]
     assert "cpu" == store.device.type

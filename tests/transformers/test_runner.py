@@ -133,7 +133,7 @@ REASONS = {
     "falcon_alibi": "'falcon' model asks for an attention pattern of its own",
     "gpt_neo": r"stores K and V of layers \[0, 1\] but attends to them past the attention interface",
     "bloom": "BloomForCausalLM.forward must take 'position_ids'",
-    "mamba": "recurrent state",
+    "mamba": "recurrent state|must take a cache",  # older versions name its cache otherwise
     "qwen3_next": "recurrent state",
 }
 
@@ -165,8 +165,9 @@ def test_a_model_that_looks_at_the_cache_on_the_side_is_refused() -> None:
     attend = model.model.layers[0].self_attn
     stock = attend.forward
 
-    def nosy(*args: Any, cache: Any = None, **kwargs: Any) -> Any:
-        seen: list[torch.Tensor] = []
+    def nosy(*args: Any, **kwargs: Any) -> Any:
+        keyword = "cache" if "cache" in kwargs else "past_key_values"
+        cache, seen = kwargs.get(keyword), []
 
         class Spy:
             def update(self, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -174,7 +175,7 @@ def test_a_model_that_looks_at_the_cache_on_the_side_is_refused() -> None:
                 seen.append(v)
                 return k, v
 
-        out, weights = stock(*args, cache=Spy(), **kwargs)
+        out, weights = stock(*args, **{**kwargs, keyword: Spy()})
         return out + seen[0].mean(), weights
 
     attend.forward = nosy
@@ -232,7 +233,7 @@ def test_values_that_change_after_the_door_are_refused() -> None:
 def gathers(layers: set[int], name: str) -> None:
     """Assert which layers of a tiny model are handed their histories, and that a page-wise store serves them."""
     model = tiny(name)
-    store = PagedKVCache.from_config(observe_kv_spec(model), num_pages=32, page_size=4, check=True)
+    store = PagedKVCache.from_config(observe_kv_spec(model), num_pages=64, page_size=4, check=True)
     runner = ModelRunner(model, store)
     assert layers == runner.gathered_layers
     _, error = run_schedule(runner, store)
