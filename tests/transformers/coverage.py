@@ -142,7 +142,7 @@ def _compared(expected: Any, actual: Any) -> float:
 
 def engine_result(model: Any) -> float:
     """Return the largest difference of logits between ragged steps on pages and the model alone, in spreads."""
-    store = PagedKVCache.from_config(observe_kv_spec(model), num_pages=NUM_PAGES, page_size=PAGE_SIZE, check=True)
+    store = PagedKVCache.from_spec(observe_kv_spec(model), num_pages=NUM_PAGES, page_size=PAGE_SIZE, check=True)
     runner = ModelRunner(model, store)
     texts, error = run_schedule(runner, store)
     logits = stock_logits(model, texts[0])

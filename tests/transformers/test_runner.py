@@ -233,7 +233,7 @@ def test_values_that_change_after_the_door_are_refused() -> None:
 def gathers(layers: set[int], name: str) -> None:
     """Assert which layers of a tiny model are handed their histories, and that a page-wise store serves them."""
     model = tiny(name)
-    store = PagedKVCache.from_config(observe_kv_spec(model), num_pages=64, page_size=4, check=True)
+    store = PagedKVCache.from_spec(observe_kv_spec(model), num_pages=64, page_size=4, check=True)
     runner = ModelRunner(model, store)
     assert layers == runner.gathered_layers
     _, error = run_schedule(runner, store)
