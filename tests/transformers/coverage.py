@@ -237,8 +237,8 @@ since in their code the texts of a step would see each other. It refuses recurre
 state per row, where a step has many texts in one row), and models whose forward takes no positions.
 
 Windows and chunks give pages back. `tests/transformers/test_gemma3.py` (slow) holds Gemma 3 270M, whose 15 of 18
-layers see 512 tokens, to it: after a 4,000-token prompt, which decodes as with the stock cache, 416 pages of three layers
-each are held (41 MB in float32), where 1,506 would be without windows (148 MB)."""
+layers see 512 tokens, to it: after a 4,000-token prompt, which decodes as with the stock cache, 416 pages of three
+layers each are held (41 MB in float32), where 1,506 would be without windows (148 MB)."""
 
 
 def main(model_types: list[str]) -> None:
