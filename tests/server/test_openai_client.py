@@ -202,7 +202,7 @@ def test_models(client: openai.OpenAI, server: Running) -> None:
         ({"top_p": 2}, "top_p must be 0 to 1, was 2"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, was 0"),
         ({"n": 0}, "n must be at least 1, was 0"),
-        ({"n": 99}, "n must be at most max_batch = \d+, was 99"),
+        ({"n": 99}, r"n must be at most max_batch = \d+, was 99"),
         ({"presence_penalty": 3}, "presence_penalty must be -2 to 2, was 3"),
         ({"logit_bias": {"100000": 1}}, "logit_bias's token id must be 0 to 511, was 100000"),
         ({"logprobs": 21}, "logprobs must be 0 to 20, was 21"),
