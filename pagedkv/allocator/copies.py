@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .prefix_index import PageArray
 
 
+_NONE = np.empty((0, 2), np.int32)
+
+
 class PendingCopies:
     """The copies that have not been acknowledged, by destination."""
 
@@ -51,9 +54,9 @@ class PendingCopies:
 
     def take(self) -> PageArray:
         """Return every pending copy as int32 ``[n, 2]``: source, destination."""
-        self._taken = dict(self.source_of)
+        self._taken = dict(self.source_of) if self.source_of else {}
         if not self._taken:
-            return np.empty((0, 2), np.int32)
+            return _NONE
         return np.array([(source, page) for page, source in self._taken.items()], np.int32)
 
     def acknowledge(self) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from .committing import index_full_tail
 from .errors import OutOfPages
+from .rows import NEVER
 from .tokens import token_array
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class DecodeBatch:
     """
 
     __slots__ = (
-        "_at", "_due", "_ledger", "_lengths", "_longest", "_steps", "_tail_tokens", "_tails", "is_reserved", "ones",
-        "rows", "sequences",
+        "_at", "_blocks", "_due", "_ledger", "_lengths", "_longest", "_one_each", "_steps", "_tail_tokens", "_tails",
+        "is_reserved", "ones", "rows", "sequences",
     )  # fmt: skip
 
     def __init__(self, ledger: Ledger, sequences: list[Sequence], rows: list[int], at: IntArray) -> None:
@@ -48,21 +49,21 @@ class DecodeBatch:
         self.ones = [1] * len(rows)
         self.is_reserved = False
         self._at = at
+        self._one_each = np.ones(len(rows), np.int64)  # to add which is faster than to add the number
         self._lengths = ledger.rows.num_tokens[at]
-        lengths = self._lengths.tolist()
-        self._longest = max(lengths, default=0)
         self._tail_tokens = ledger.rows.tail_tokens.reshape(-1)
         self._tails = at * size + self._lengths % size
         self._steps = 0
-        # By the step at which they are due: (member, row) of each, and the block that it fills next.
-        self._due: dict[int, tuple[list[tuple[int, int]], list[int]]] = {}
-        for member, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            due = self._due.get(-length % size)
-            if due is None:
-                due = self._due[-length % size] = ([], [])
-            members, blocks = due
-            members.append((member, row))
-            blocks.append(length // size)
+        lengths: list[int] = self._lengths.tolist()
+        self._longest = max(lengths, default=0)
+        self._blocks = [length // size for length in lengths]  # that each member fills next
+        self._due: dict[int, list[int]] = {}  # by the step, modulo the page size, the members that then begin a page
+        for member, length in enumerate(lengths):
+            begins = -length % size
+            if begins in self._due:
+                self._due[begins].append(member)
+            else:
+                self._due[begins] = [member]
 
     @classmethod
     def of(cls, ledger: Ledger, sequences: list[Sequence], rows: list[int]) -> Self | None:
@@ -77,22 +78,23 @@ class DecodeBatch:
         ledger = self._ledger
         due = self._due.get(self._steps % ledger.page_size)
         if due is not None:
-            self._begin_pages(*due)
-        self._lengths += 1
+            self._begin_pages(due)
+        self._lengths += self._one_each
         ledger.rows.ends[self._at] = self._lengths
         self.is_reserved = True
 
-    def _begin_pages(self, members: list[tuple[int, int]], blocks: list[int]) -> None:
-        ledger, pool, count = self._ledger, self._ledger.pool, len(members)
-        if count > pool.available:
+    def _begin_pages(self, due: list[int]) -> None:
+        ledger, pool, count = self._ledger, self._ledger.pool, len(due)
+        if count > pool.num_free + pool.num_idle:
             raise OutOfPages(count, pool.available)
-        ledger.rows.ensure_width((self._longest + self._steps) // ledger.page_size + 1)
+        books, rows, blocks = ledger.rows, self.rows, self._blocks
+        books.ensure_width((self._longest + self._steps) // ledger.page_size + 1)
         pages = pool.take_few(count) if count <= _FEW else pool.take(count).tolist()
-        table = ledger.tables
-        for (_, row), block, page in zip(members, blocks, pages, strict=True):
-            table[row, block] = page
+        table = books.tables[0]
+        for member, page in zip(due, pages, strict=True):
+            table[rows[member], blocks[member]] = page
         if ledger.scrubs.many:
-            ledger.scrubs.note(np.array(pages, np.int32), ledger.rows.space[[row for _, row in members]])
+            ledger.scrubs.note(np.array(pages, np.int32), books.space[[rows[member] for member in due]])
 
     def commit(self, tokens: TokenArray) -> None:
         """Store one token each; pages that are full now become findable."""
@@ -100,16 +102,27 @@ class DecodeBatch:
         self._tail_tokens[self._tails] = tokens
         ledger.rows.num_tokens[self._at] = self._lengths
         self.is_reserved = False
-        self._tails += 1
+        self._tails += self._one_each
         self._steps += 1
         due = self._due.get(self._steps % size)
         if due is not None:
-            members, blocks = due
-            for at, (member, row) in enumerate(members):
-                if ledger.prefix_cache:
-                    index_full_tail(ledger, row, blocks[at])
-                blocks[at] += 1
-                self._tails[member] -= size
+            self._end_pages(due)
+
+    def _end_pages(self, due: list[int]) -> None:
+        ledger, books, append = self._ledger, self._ledger.rows, self._ledger.index.append
+        rows, blocks, tails, size = self.rows, self._blocks, self._tails, ledger.page_size
+        ids, table, cursors, opaque = books.tail_tokens, books.tables[0], books.cursor, books.opaque_from
+        for member in due:
+            row, block = rows[member], blocks[member]
+            blocks[member] = block + 1
+            tails[member] -= size
+            # Nearly always tokens alone decide on what becomes findable, and the page goes to the end of a run.
+            if opaque.item(row) == NEVER and ledger.content_policy is None and not self.sequences[member].prompt.media:
+                cursor = cursors[row]
+                if cursor is not None and append(cursor, block, ids[row].tobytes(), table.item(row, block)):
+                    continue
+            if ledger.prefix_cache:
+                index_full_tail(ledger, row, block)
 
 
 def all_one(counts: Any, length: int) -> bool:

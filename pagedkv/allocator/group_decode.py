@@ -60,25 +60,25 @@ class GroupDecodeBatch(DecodeBatch):
         """Give back what has left a window and make room for one token each, or raise with nothing changed."""
         ledger, pool = self._ledger, self._ledger.pool
         books, num_groups = ledger.rows, len(ledger.spans)
-        members, blocks = self._due.get(self._steps % ledger.page_size, ([], []))
-        needed = num_groups * len(members)
+        due = self._due.get(self._steps % ledger.page_size, [])
+        needed = num_groups * len(due)
         leaving = self._leaving()
         if needed > pool.available:
             available = pool.available + self._room_made(leaving)
             if needed > available:
                 raise OutOfPages(needed, available)
-        if members:
+        if due:
             books.ensure_width((self._longest + self._steps) // ledger.page_size + 1)
         for window, sliding, ends in leaving:
             self._slide(window, sliding, ends)
-        if members:
-            rows = [row for _, row in members]
+        if due:
+            rows, blocks = [self.rows[member] for member in due], [self._blocks[member] for member in due]
             pages = pool.take(needed).reshape(len(rows), num_groups)
             for group, table in enumerate(books.tables):
                 table[rows, blocks] = pages[:, group]
             if ledger.scrubs.many:
                 ledger.scrubs.note(pages.ravel(), np.repeat(books.space[rows], num_groups))
-        self._lengths += 1
+        self._lengths += self._one_each
         books.ends[self._at] = self._lengths
         self.is_reserved = True
 

@@ -71,12 +71,13 @@ class PagePool:
         """Hand out pages like `take`, in the same order, moving them one by one: for a handful that is faster."""
         if count > self.num_free:
             self._evict_few(count - self.num_free)
-        stack, refs, top = self._stack, self.refs, self.num_free
-        pages = [stack.item(at) for at in range(top - 1, top - count - 1, -1)]
+        bottom, refs = self.num_free - count, self.refs
+        pages: list[int] = self._stack[bottom : self.num_free].tolist()
+        pages.reverse()
         for page in pages:
             refs[page] = 1
-        self.num_free = top - count
-        self._least_free = min(self._least_free, self.num_free)
+        self.num_free = bottom
+        self._least_free = min(self._least_free, bottom)
         return pages
 
     def hold(self, pages: PageArray) -> None:
@@ -188,9 +189,8 @@ class PagePool:
             self.on_evicted(dropped)
         self.evictions += count
         self.num_idle -= count
-        for page in dropped:
-            self._stack[self.num_free] = page
-            self.num_free += 1
+        self._stack[self.num_free : self.num_free + count] = dropped
+        self.num_free += count
 
     def _forget(self, dropped: PageArray, *, evicted: bool) -> int:
         """Free those of the pages, just taken out of the index, that nobody holds; return how many."""

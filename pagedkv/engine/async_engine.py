@@ -150,8 +150,9 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Message] | None = None,
+        priority: int = 0,
     ) -> AsyncStream:
-        """Queue a request and return its outputs' stream, which its reader closes if it leaves early.
+        """Queue a request, as `Engine.add_request` does; return its outputs' stream, which an early leaver closes.
 
         Raises:
             ValueError, TypeError: as `Engine.add_request` does.
@@ -164,7 +165,7 @@ class AsyncEngine:
         self._num_submitted += 1
         request_id = ("async", self._num_submitted, object())  # nobody else can have this id
         inbox: asyncio.Queue[StepOutput | BaseException] = asyncio.Queue()
-        self._thread.add(request_id, tokens, params)
+        self._thread.add(request_id, tokens, params, priority)
         self._require_running()  # the thread may have died since
         self._inboxes[request_id] = inbox
         self._idle.clear()
@@ -176,9 +177,10 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Message] | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[StepOutput]:
         """Queue a request at the first ``anext`` and yield its outputs; leaving early aborts it. Errors: `submit`'s."""
-        async with aclosing(await self.submit(prompt, params, messages=messages)) as outputs:
+        async with aclosing(await self.submit(prompt, params, messages=messages, priority=priority)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -188,6 +190,7 @@ class AsyncEngine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         messages: Sequence[Sequence[Message]] | None = None,
+        priority: int = 0,
     ) -> list[Completion]:
         """Serve ``prompts``, or the chats ``messages``, to their ends, as `Engine.generate` does.
 
@@ -197,7 +200,7 @@ class AsyncEngine:
         streams: list[AsyncStream] = []
         try:
             for (prompt, chat), own in zip(given, one_each(params, len(given)), strict=True):
-                streams.append(await self.submit(prompt, own, messages=chat))
+                streams.append(await self.submit(prompt, own, messages=chat, priority=priority))
             return [await stream.completion() for stream in streams]
         finally:
             for stream in streams:

@@ -273,18 +273,19 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         messages: Sequence[Sequence[Message]] | None = None,
+        priority: int = 0,
     ) -> list[Completion]:
         """Serve ``prompts``, or the chats ``messages``, to their ends; return their completions in the same order.
 
-        ``params`` are one for all, or one each. Other requests go on meanwhile. If a prompt is refused, or the model
-        raises, all of them are aborted at the next step.
+        ``params`` are one for all, or one each; ``priority`` is every one's. Other requests go on meanwhile. If a
+        prompt is refused, or the model raises, all of them are aborted at the next step.
         """
         given = prompts_or_chats(prompts, messages)
         each = one_each(params, len(given))
         streams: list[RequestStream] = []
         try:
             for (prompt, chat), own in zip(given, each, strict=True):
-                streams.append(self.stream(prompt, own, messages=chat))
+                streams.append(self.stream(prompt, own, messages=chat, priority=priority))
             return [stream.completion() for stream in streams]
         finally:
             for stream in streams:
@@ -296,8 +297,9 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Message] | None = None,
+        priority: int = 0,
     ) -> RequestStream:
-        """Queue one request and return an iterator over its step outputs, which steps the engine as needed.
+        """Queue one request, as `add_request` does, and return an iterator over its outputs, which steps the engine.
 
         Closing it early, or dropping it, aborts the request at the next step.
         """
@@ -307,7 +309,7 @@ class Engine:
         box: deque[StepOutput] = deque()
         self._boxes[request_id] = box
         try:
-            self.core.add_request(request_id, tokens, params)
+            self.core.add_request(request_id, tokens, params, priority=priority)
         except BaseException:
             del self._boxes[request_id]
             raise

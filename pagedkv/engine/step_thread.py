@@ -64,7 +64,9 @@ class StepThread:
         atexit.register(self.stop)
         self._thread.start()
 
-    def add(self, request_id: Hashable, prompt_ids: Sequence[int], params: SamplingParams | None) -> None:
+    def add(
+        self, request_id: Hashable, prompt_ids: Sequence[int], params: SamplingParams | None, priority: int = 0
+    ) -> None:
         """Queue a request, as `EngineCore.add_request` does and with its errors. From any thread.
 
         A thread that has died takes it in silence, so look at ``error`` afterwards: it is set before anybody is told,
@@ -72,7 +74,7 @@ class StepThread:
         """
         self._ids.add(request_id)  # before the first step that could end it
         try:
-            self._engine.core.add_request(request_id, prompt_ids, params)
+            self._engine.core.add_request(request_id, prompt_ids, params, priority=priority)
         except BaseException:
             self._ids.discard(request_id)
             raise

@@ -103,7 +103,7 @@ async def begin(
                     param="messages" if prompt is None else "prompt",
                     code="context_length_exceeded",
                 )
-            streams.append(await engine.submit(tokens, params))
+            streams.append(await engine.submit(tokens, params, priority=fields.priority))
     except BaseException as error:
         for stream in streams:
             stream.close()

@@ -76,6 +76,7 @@ class GenerationFields(BaseModel):
     min_tokens: StrictInt = 0
     stop_token_ids: TokenIds = []
     ignore_eos: StrictBool = False
+    priority: StrictInt = 0
 
     @model_validator(mode="before")
     @classmethod

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.engine import EngineCore, SamplingParams
+from pagedkv.engine import AsyncEngine, Engine, EngineCore, SamplingParams
 from tests.engine.scripted import VOCAB, cold, drain, make_core, tokens_of
+
+if TYPE_CHECKING:
+    from pagedkv.engine.async_stream import AsyncStream
 
 
 def watch_admissions(core: EngineCore) -> list[Any]:
@@ -26,6 +31,42 @@ def watch_admissions(core: EngineCore) -> list[Any]:
 
 
 ONE = SamplingParams(max_new_tokens=1)
+
+
+def test_every_call_that_queues_takes_a_priority() -> None:
+    """`stream` and `generate` of both engines: what is urgent goes before what was queued earlier."""
+    core, _, runner = make_core(max_batch=1, max_step_tokens=8, scheduling="priority")
+    engine = Engine.from_core(core)
+    forward, all_are_there = runner.forward, threading.Event()
+
+    def late_forward(*arguments: Any) -> Any:
+        assert all_are_there.wait(60)
+        return forward(*arguments)
+
+    runner.forward = late_forward  # type: ignore[method-assign, assignment]
+    ended: list[int] = []
+
+    async def finish(stream: AsyncStream, priority: int) -> None:
+        await stream.completion()
+        ended.append(priority)
+
+    async def serve_all() -> None:
+        async with AsyncEngine(engine) as served:
+            first = asyncio.create_task(served.generate([[9]], ONE, priority=-100))
+            while not served.num_running:
+                await asyncio.sleep(0.005)
+            tasks = [asyncio.create_task(finish(await served.submit([1], ONE, priority=p), p)) for p in (5, 3, -2)]
+            all_are_there.set()
+            await asyncio.gather(first, *tasks)
+
+    asyncio.run(asyncio.wait_for(serve_all(), 60))
+    assert ended == [-2, 3, 5]
+
+    entered = watch_admissions(core)
+    late = engine.stream([7], ONE, priority=4)
+    engine.generate([[1], [2]], ONE, priority=-4)
+    late.completion()
+    assert [request_id[1] for request_id in entered] == [2, 3, 1]  # numbered as they were queued
 
 
 def test_the_smaller_number_goes_first() -> None:

@@ -218,6 +218,7 @@ def test_models(client: openai.OpenAI, server: Running) -> None:
         ({"suffix": "end"}, "suffix is not supported by this server"),
         ({"extra_body": {"min_tokens": 9, "max_tokens": 5}}, "min_tokens must be 0 to 5, was 9"),
         ({"extra_body": {"guided_json": {}}}, "guided_json is not supported by this server"),
+        ({"extra_body": {"priority": 1}}, "priority must be 0 with scheduling 'fcfs', was 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options must be left out where stream is not true"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

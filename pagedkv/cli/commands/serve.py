@@ -51,8 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("memory and batch")
     cache.add_argument("--memory", metavar="SIZE", help="of the cache, such as 2GiB (default: from the machine's)")
     cache.add_argument("--max-len", type=at_least_one, metavar="N", help="tokens of one request (default: the context)")
-    cache.add_argument("--max-batch", type=at_least_one, metavar="N", help="requests running at once (default: 32)")
-    cache.add_argument("--max-step-tokens", type=at_least_one, default=1024, metavar="N", help="default: 1024")
+    cache.add_argument("--max-batch", type=at_least_one, metavar="N", help="requests at once (default: what fits)")
+    cache.add_argument("--max-step-tokens", type=at_least_one, metavar="N", help="default: from the memory")
+    cache.add_argument(
+        "--scheduling", choices=("fcfs", "priority"), default="fcfs",
+        help="priority: requests may carry a priority, -100 to 100, smaller goes first (default: fcfs)",
+    )  # fmt: skip
     cache.add_argument("--no-prefix-cache", action="store_true", help="requests share no pages")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -91,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
                 max_batch=args.max_batch,
                 max_step_tokens=args.max_step_tokens,
                 prefix_cache=not args.no_prefix_cache,
+                scheduling=args.scheduling,
             )
             config = ServerConfig(
                 model_name=args.model_name or loaded.name,
