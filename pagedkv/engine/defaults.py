@@ -17,21 +17,22 @@ if TYPE_CHECKING:
 
 MOST_BATCH: Final = 256
 MOST_STEP_TOKENS: Final = 1024
+LEAST_BATCH: Final = 8  # of a pool that has a page for each: samples and beams of one request must get in
 BASELINE_BATCH: Final = 32
 TOKENS_EACH: Final = 64  # a pool with less for each than this would only preempt
 ACTIVATION_SHARE: Final = 8  # a step takes at most an eighth of what is free
 
 
 def default_max_batch(backend: CacheBackend, max_step_tokens: int | None) -> int:
-    """Return the most requests at a time: 64 tokens of pages each, at most 256; 32 for caches without pages.
+    """Return the most requests at a time: 64 tokens of pages each, 8 to 256; 32 for caches without pages.
 
     Never more than the cache's own ``max_batch``, or than ``max_step_tokens`` where that is given.
     """
     wanted = BASELINE_BATCH
     if isinstance(backend, PagedKVCache):
         allocator = backend.allocator
-        tokens = (allocator.num_pages - 1) * backend.page_size // len(allocator.groups)
-        wanted = min(MOST_BATCH, tokens // TOKENS_EACH)
+        blocks = (allocator.num_pages - 1) // len(allocator.groups)
+        wanted = min(MOST_BATCH, blocks, max(LEAST_BATCH, blocks * backend.page_size // TOKENS_EACH))
     bounds = [wanted, getattr(backend, "max_batch", None), max_step_tokens]
     return max(1, min(bound for bound in bounds if bound is not None))
 

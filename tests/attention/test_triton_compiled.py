@@ -9,7 +9,8 @@ import pytest
 from tests.attention.compiled import MAIN, SHARED_MEMORY, TARGETS, VARIANTS, compile_elsewhere
 
 MATRIX = {"sm_80": {"mma.sync"}, "sm_90": {"wgmma.mma_async"}, "sm_100": {"tcgen05.mma"}}
-"""What prefill must use in 16 bits; decode's sixteen rows are mma.sync's on every NVIDIA target."""
+"""What prefill must use in 16 bits; decode's sixteen rows are mma.sync's on every NVIDIA target, the 64 and more of a
+large group may be prefill's."""
 
 
 def check(target: str, name: str, kernels: dict[str, dict[str, Any]]) -> None:

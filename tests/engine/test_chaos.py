@@ -233,14 +233,15 @@ def resident() -> int:
 def test_soak() -> None:
     """2,000 requests, exact multiples of the page among them: nothing held at any drain, and memory is flat.
 
-    A page or a record a request would show as a trend (imp#1115).
+    A page or a record a request would show as a trend (imp#1115). The same requests come four times, so that what is
+    kept per shape, as oneDNN keeps its compiled products, is there after the first.
     """
-    rng = random.Random(0)
     engine = Engine(
         tiny("llama"), num_pages=60, page_size=PAGE, max_batch=16, swap_memory="64KiB", preemption="swap", watermark=0.0
     )
     memory: list[int] = []
     for drain in range(40):
+        rng = random.Random(drain % 10)
         prompts = [[rng.randrange(3, MODEL_VOCAB) for _ in range(rng.randrange(1, 25))] for _ in range(50)]
         params = [SamplingParams(max_new_tokens=rng.randrange(1, 13), ignore_eos=True) for _ in prompts]
         assert len(engine.generate(prompts, params)) == 50
@@ -255,4 +256,4 @@ def test_soak() -> None:
 
     assert sum(engine.stats.finished.values()) == 2000
     assert engine.stats.swapped_in > 0
-    assert memory[-1] - memory[0] < 4 * 2**20, memory
+    assert memory[-1] - memory[1] < 2 * 2**20, memory

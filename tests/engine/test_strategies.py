@@ -227,13 +227,14 @@ def test_strategies_at_the_door() -> None:
 
 
 def test_the_default_batch_follows_the_pool() -> None:
-    """64 tokens of pages each, at least 1, at most 256, and within the cache's and the budget's own bounds."""
+    """64 tokens of pages each, 8 to 256 where each has a page, and within the cache's and the budget's own bounds."""
     spec = KVSpec.from_config(tiny_config("llama"))
 
     def batch(num_pages: int, budget: int | None = None, **options: Any) -> int:
         return default_max_batch(PagedKVCache(spec, num_pages=num_pages, page_size=16, **options), budget)
 
-    assert [batch(3), batch(41), batch(4097), batch(41, 7), batch(4097, max_batch=9)] == [1, 10, 256, 7, 9]
+    sizes = [batch(3), batch(20), batch(41), batch(4097), batch(41, 7), batch(4097, max_batch=9)]
+    assert sizes == [2, 8, 10, 256, 7, 9]
     assert default_max_batch(ConcatCache(spec), None) == 32
 
 
