@@ -1,6 +1,7 @@
 """A process that times one way to attend: reads a JSON object a line, does it, answers with one.
 
-Takes its kind as argument (``pagedkv``, ``torch`` for the ways that need no kernel, ``vllm``) and cases by their sizes;
+Takes its kind as argument (``pagedkv``, ``torch`` for the ways that need no kernel, ``vllm``, and ``machine``, which
+attends to nothing but reads or multiplies as much as a case must) and cases by their sizes;
 every kind draws the same tensors from the same seed, and answers with its error against float64 before it is timed.
 Started by `bench_attention.py` with the interpreter of the environment that has the subject.
 """
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Way = Callable[[int], torch.Tensor]
+    Way = Callable[[int], Any]
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.bfloat16}
 LARGEST_CHECKED = 4e8
@@ -102,7 +104,13 @@ def pagedkv_ways(data: Data) -> dict[str, Way]:
         k, v, scales = pages[layer]
         return paged_attention(data.q, k, v, batch, specs[layer], kv_scales=scales, backend="cpu")
 
-    return {"pagedkv": run}
+    if not data.quantised:
+        return {"pagedkv": run}
+    plain = [LayerSpec(data.scale) for _ in range(data.layers)]
+    return {
+        "pagedkv": run,
+        "bf16": lambda layer: paged_attention(data.q, data.k[layer], data.v[layer], batch, plain[layer], backend="cpu"),
+    }
 
 
 def torch_ways(data: Data) -> dict[str, Way]:
@@ -198,7 +206,48 @@ def write_ways(kind: str, data: Data) -> dict[str, Way]:
     return {"index_copy": lambda _: (rows[0].index_copy_(0, slots, k), rows[1].index_copy_(0, slots, v))[0]}
 
 
-WAYS = {"pagedkv": pagedkv_ways, "torch": torch_ways, "vllm": vllm_ways}
+def machine_ways(data: Data) -> dict[str, Way]:
+    """Read what a decode must, in order (``stream``) and page by page (``pages``); multiply what a prefill must."""
+    functions = _ceilings()
+    threads = torch.get_num_threads()
+    addresses = []
+    for k, v in zip(data.k, data.v, strict=True):
+        head = torch.arange(data.kv_heads)[:, None, None]
+        block = data.tables.to(torch.int64).flatten()[None, :, None]
+        starts = torch.tensor([k.data_ptr(), v.data_ptr()])
+        addresses.append((starts + (block * data.kv_heads + head) * data.page * data.dim * k.element_size()).flatten())
+    run_floats = data.page * data.dim * data.k[0].element_size() // 4
+    pairs = data.q_len * (data.ctx - data.q_len) + data.q_len * (data.q_len + 1) // 2
+    rounds = 2 * data.batch * data.q_heads * data.dim * pairs // (functions.chains() * threads)
+
+    def stream(layer: int) -> None:
+        for pages in (data.k[layer], data.v[layer]):
+            functions.stream_read(pages.data_ptr(), pages.numel() * pages.element_size() // 4, threads)
+
+    def read_pages(layer: int) -> None:
+        functions.page_read(addresses[layer].data_ptr(), addresses[layer].numel(), run_floats, threads)
+
+    if data.q_len > 1:
+        return {"multiply-adds": lambda _: functions.multiply_adds(rounds, threads)}
+    return {"stream": stream, "pages": read_pages}
+
+
+@cache
+def _ceilings() -> ctypes.CDLL:
+    """Compile and load ``ceilings.cpp``."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "ceilings.so"
+        source = Path(__file__).with_name("ceilings.cpp")
+        flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
+        subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
+        functions = ctypes.CDLL(str(library))
+    functions.stream_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    functions.page_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+    functions.multiply_adds.argtypes, functions.multiply_adds.restype = (ctypes.c_long, ctypes.c_int), ctypes.c_double
+    return functions
+
+
+WAYS = {"pagedkv": pagedkv_ways, "torch": torch_ways, "vllm": vllm_ways, "machine": machine_ways}
 
 
 class Worker:
@@ -216,7 +265,8 @@ class Worker:
         self._layers = data.layers
         ways = write_ways(self._kind, data) if case["write"] else WAYS[self._kind](data)
         errors = dict.fromkeys(ways, 0.0)
-        if not case["write"] and data.q.shape[0] * data.ctx * data.q_heads <= LARGEST_CHECKED:
+        measurable = self._kind != "machine" and not case["write"]
+        if measurable and data.q.shape[0] * data.ctx * data.q_heads <= LARGEST_CHECKED:
             exact = data.exact()
             errors = {name: float((run(0).double() - exact).abs().max()) for name, run in ways.items()}
         for name, run in ways.items():
@@ -242,28 +292,6 @@ class Worker:
         return {"seconds": (time.perf_counter() - start) / (repeat * self._layers)}
 
 
-def ceilings(threads: int) -> dict[str, Any]:
-    """Return bytes a second that are read from memory, and multiply-adds a second in fp32, the best of some tries."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "ceilings.so"
-        source = Path(__file__).with_name("ceilings.cpp")
-        flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
-        subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
-        functions = ctypes.CDLL(str(library))
-    functions.stream_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    functions.multiply_adds.argtypes, functions.multiply_adds.restype = (ctypes.c_long, ctypes.c_int), ctypes.c_double
-    memory = torch.ones(64 << 20)
-    read, added = 0.0, 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        functions.stream_read(memory.data_ptr(), memory.numel(), threads)
-        read = max(read, 4 * memory.numel() / (time.perf_counter() - start))
-        start = time.perf_counter()
-        count = functions.multiply_adds(10_000_000, threads)
-        added = max(added, count / (time.perf_counter() - start))
-    return {"bytes_per_second": read, "multiply_adds_per_second": added}
-
-
 def main() -> None:
     """Answer until there is nothing more to read."""
     kind, threads = sys.argv[1], int(sys.argv[2])
@@ -275,12 +303,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         do = order.pop("do")
-        if do == "ceilings":
-            answer = ceilings(threads)
-        elif do == "prepare":
-            answer = worker.prepare(**order)
-        else:
-            answer = worker.time(**order)
+        answer = worker.prepare(**order) if do == "prepare" else worker.time(**order)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -4,15 +4,17 @@ The project's kernels, ``sdpa`` over contiguous K and V (query heads of a group 
 transformers does), ``cat`` (grown by `torch.cat` first, as its `DynamicCache` is), ``gather`` (pages gathered first:
 the project's own path without a compiler) and ``vllm``'s CPU operator in an environment of its own (`make peers`). Each
 kind is a process of its own and stopped while another runs. *Cold* goes through more layers than the caches hold, *hot*
-through one. A case is timed after each subject came within its dtype's error of a float64 answer. What the machine can
-do at most is measured in the same run.
+through one. A case is timed after each subject came within its dtype's error of a float64 answer.
+
+What the machine can do at most takes its turn among them, since on a shared one it changes by the minute: ``stream``
+reads as many bytes in order as a cold decode must read, ``pages`` the very pages in the table's order and does nothing
+with them, and ``multiply-adds`` does the fp32 multiplications of a prefill in registers.
 
     python -m benchmarks.bench_attention [--quick] [--only TEXT] [--json FILE] [--merge]
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -56,6 +58,11 @@ class Case:
         """K and V of a layer."""
         scales = 8 * self.batch * self.ctx * self.heads[1] if self.dtype == "int8" else 0
         return 2 * self.batch * self.ctx * self.heads[1] * self.dim * ELEMENT_BYTES[self.dtype] + scales
+
+    @property
+    def has_ceiling(self) -> bool:
+        """Whether memory or arithmetic alone bounds it: a prefill, or a decode of more than the caches hold."""
+        return self.q_len > 1 or (" cold " in self.name and self.dtype != "int8")
 
     @property
     def operations(self) -> float:
@@ -110,7 +117,7 @@ def measure(case: Case, pool: WorkerPool, kinds: list[str], rounds: int, report:
     """Prepare every kind, check, time all in turn, and add rates and ratios."""
     runs: dict[str, Callable[[], float]] = {}
     for kind in kinds:
-        if case.dtype == "int8" and kind != "pagedkv":
+        if (case.dtype == "int8" and kind != "pagedkv") or (kind == "machine" and not case.has_ceiling):
             continue
         errors = pool.ask(kind, {"do": "prepare", "case": asdict(case)})["errors"]
         for subject, error in errors.items():
@@ -135,42 +142,20 @@ def _seconds(pool: WorkerPool, kind: str, subject: str, repeat: int) -> float:
 def _add(case: Case, medians: dict[str, float], report: Report) -> None:
     kind = case.name.split()[0]
     for subject, seconds in medians.items():
-        if kind == "decode":
+        if kind == "decode" and subject == "bf16":
+            report.add(case.name, subject, 1e6 * seconds, "us", "lower")
+        elif kind == "decode":
             report.add(case.name, subject, case.bytes_read / seconds / 1e9, "GB/s")
         elif kind == "prefill":
             report.add(case.name, subject, case.operations / seconds / 1e9, "GFLOP/s")
         else:
             report.add(case.name, subject, 1e6 * seconds, "us", "lower")
-    for peer in ("vllm", "sdpa", "cat", "gather"):
+    for peer in ("vllm", "sdpa", "cat", "gather", "bf16"):
         if peer in medians:
             report.add(case.name, f"x {peer}", medians[peer] / medians["pagedkv"], "ratio")
-    ceiling = {"decode": "bytes_per_second", "prefill": "operations_per_second"}.get(kind)
-    if ceiling is not None and " hot " not in case.name:
-        work = case.bytes_read if kind == "decode" else case.operations
-        report.add(case.name, "% of ceiling", 100 * work / medians["pagedkv"] / CEILINGS[ceiling], "%")
-
-
-CEILINGS: dict[str, float] = {}
-"""What the machine can do at most, from this run."""
-
-
-def _measure_ceilings(pool: WorkerPool, report: Report) -> None:
-    answer = pool.ask("pagedkv", {"do": "ceilings"})
-    CEILINGS["bytes_per_second"] = answer["bytes_per_second"]
-    CEILINGS["operations_per_second"] = 2 * answer["multiply_adds_per_second"]
-    report.add("ceiling: streaming read", "machine", CEILINGS["bytes_per_second"] / 1e9, "GB/s")
-    report.add("ceiling: fp32 multiply-add", "machine", CEILINGS["operations_per_second"] / 1e9, "GFLOP/s")
-
-
-def merge(path: Path, report: Report) -> None:
-    """Keep the cases of an earlier file that this run did not measure; a long grid may be run in pieces."""
-    measured = {row.case for row in report.rows}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    rows = [row for row in content["rows"] if row["case"] not in measured]
-    report.save(path)
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["rows"] = rows + content["rows"]
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for ceiling in ("stream", "pages", "multiply-adds"):
+        if ceiling in medians:
+            report.add(case.name, f"% of {ceiling}", 100 * medians[ceiling] / medians["pagedkv"], "%")
 
 
 def main() -> None:
@@ -182,7 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     worker = ["-m", "benchmarks.attention_worker"]
-    commands = {kind: [sys.executable, *worker, kind, str(args.threads)] for kind in ("pagedkv", "torch")}
+    commands = {kind: [sys.executable, *worker, kind, str(args.threads)] for kind in ("pagedkv", "torch", "machine")}
     if VLLM_PYTHON.exists():
         commands["vllm"] = [str(VLLM_PYTHON), *worker, "vllm", str(args.threads)]
     else:
@@ -190,17 +175,12 @@ def main() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     report = Report(f"Attention on the CPU, {args.threads} threads")
     with WorkerPool(commands, environment) as pool:
-        _measure_ceilings(pool, report)
         for case in cases(quick=args.quick):
             if args.only in case.name:
                 measure(case, pool, list(commands), args.rounds or (3 if args.quick else 7), report)
                 values = [f"{row.subject} {row.value:.3g}" for row in report.rows if row.case == case.name]
                 console.print(f"{case.name}: {', '.join(values)}", style="dim", highlight=False)
-    if args.merge and args.json is not None and args.json.exists():
-        report.show()
-        merge(args.json, report)
-    else:
-        finish(report, args.json)
+    finish(report, args.json, keep=args.merge)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-// What this machine can do at most: bytes read from memory and multiply-adds a second, on all threads.
+// What this machine can do at most: bytes read in order, bytes read in pages, multiply-adds; on all threads.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
@@ -24,6 +25,27 @@ extern "C" float stream_read(const float *from, size_t count, int num_threads) {
     return total;
 }
 
+// Sum of `count` runs of `floats` (a multiple of 16) each, read in the order of `runs`; the next one is asked for ahead.
+extern "C" float page_read(const float *const *runs, size_t count, size_t floats, int num_threads) {
+    float total = 0;
+#pragma omp parallel for num_threads(num_threads) reduction(+ : total) schedule(static)
+    for (int t = 0; t < num_threads; t++) {
+        Floats sum = {};
+        const size_t end = count * (t + 1) / num_threads;
+        for (size_t run = count * t / num_threads; run < end; run++) {
+            const float *from = runs[run], *next = runs[std::min(run + 1, end - 1)];
+            for (size_t i = 0; i < floats; i += 16) {
+                __builtin_prefetch(next + i, 0, 2);
+                Floats value;
+                std::memcpy(&value, from + i, sizeof value);
+                sum += value;
+            }
+        }
+        total += sum[0];
+    }
+    return total;
+}
+
 // `rounds` times `kChains` independent multiply-adds of `kLanes` floats on each thread.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -34,6 +56,9 @@ constexpr int kLanes = 4;
 #endif
 constexpr int kChains = 12;
 using Vector = float __attribute__((vector_size(4 * kLanes)));
+
+// Multiply-adds of one thread's round.
+extern "C" long chains() { return long{kChains} * kLanes; }
 
 extern "C" double multiply_adds(long rounds, int num_threads) {
     float total = 0;

@@ -57,7 +57,7 @@ class Report:
         """Print the figures as one table, a line per case and a column per subject."""
         subjects = list(dict.fromkeys(row.subject for row in self.rows))
         table = Table(title=self.title, title_justify="left")
-        table.add_column("case")
+        table.add_column("case", no_wrap=True)
         for subject in subjects:
             table.add_column(subject, justify="right")
         table.add_column("unit")
@@ -65,7 +65,10 @@ class Report:
             of_case = {row.subject: row for row in self.rows if row.case == case}
             cells = [_cell(of_case[s].value) if s in of_case else "-" for s in subjects]
             table.add_row(case, *cells, next(iter(of_case.values())).unit)
-        Console(width=max(100, Console().width)).print(table)
+        console = Console()
+        if not console.is_terminal:  # a file has no edge to wrap at
+            console = Console(width=Console(width=10**4).measure(table).maximum)
+        console.print(table)
 
     def save(self, path: Path, *, keep: bool = False) -> None:
         """Write the figures and what they were measured on as JSON; with ``keep`` beside those that stand there.
