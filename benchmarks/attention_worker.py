@@ -221,8 +221,8 @@ def machine_ways(data: Data) -> dict[str, Way]:
     rounds = 2 * data.batch * data.q_heads * data.dim * pairs // (functions.chains() * threads)
 
     def stream(layer: int) -> None:
-        for pages in (data.k[layer], data.v[layer]):
-            functions.stream_read(pages.data_ptr(), pages.numel() * pages.element_size() // 4, threads)
+        k, v = data.k[layer][1:], data.v[layer][1:]  # without the null page
+        functions.stream_read(k.data_ptr(), v.data_ptr(), k.numel() * k.element_size() // 4, threads)
 
     def read_pages(layer: int) -> None:
         functions.page_read(addresses[layer].data_ptr(), addresses[layer].numel(), run_floats, threads)
@@ -241,7 +241,7 @@ def _ceilings() -> ctypes.CDLL:
         flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
         subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
         functions = ctypes.CDLL(str(library))
-    functions.stream_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    functions.stream_read.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     functions.page_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
     functions.multiply_adds.argtypes, functions.multiply_adds.restype = (ctypes.c_long, ctypes.c_int), ctypes.c_double
     return functions

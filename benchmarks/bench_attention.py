@@ -15,6 +15,7 @@ with them, and ``multiply-adds`` does the fp32 multiplications of a prefill in r
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -158,6 +159,13 @@ def _add(case: Case, medians: dict[str, float], report: Report) -> None:
             report.add(case.name, f"% of {ceiling}", 100 * medians[ceiling] / medians["pagedkv"], "%")
 
 
+def drop(path: Path, cases: set[str]) -> None:
+    """Take cases that were measured again out of an earlier file, with all their subjects: ratios are of one run."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["rows"] = [row for row in content["rows"] if row["case"] not in cases]
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run all cases and report."""
     parser = arguments(__doc__.splitlines()[0])
@@ -180,6 +188,8 @@ def main() -> None:
                 measure(case, pool, list(commands), args.rounds or (3 if args.quick else 7), report)
                 values = [f"{row.subject} {row.value:.3g}" for row in report.rows if row.case == case.name]
                 console.print(f"{case.name}: {', '.join(values)}", style="dim", highlight=False)
+    if args.merge and args.json is not None and args.json.exists():
+        drop(args.json, {row.case for row in report.rows})
     finish(report, args.json, keep=args.merge)
 
 

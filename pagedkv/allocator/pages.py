@@ -177,13 +177,21 @@ class PagePool:
         return len(idle)
 
     def _evict(self, count: int) -> None:
-        self.evictions += self._forget(self.index.evict(self.policy.victims(count)), evicted=True)
+        self.evictions += self._forget(self.index.evict(self._victims(count)), evicted=True)
+
+    def _victims(self, count: int) -> list[int]:
+        """Ask the policy, which may be anybody's, and take no other number than was asked for."""
+        victims = self.policy.victims(count)
+        if len(victims) != count:
+            name = type(self.policy).__name__
+            raise ValueError(f"{name}.victims({count}) must return {count} of its candidates, returned {len(victims)}")
+        return victims
 
     def _evict_few(self, count: int) -> None:
         if isinstance(self.index, GroupIndex):
             self._evict(count)
             return
-        dropped = self.index.evict_few(self.policy.victims(count))
+        dropped = self.index.evict_few(self._victims(count))
         self.policy.removed(dropped, evicted=True)
         if self.on_evicted is not None:
             self.on_evicted(dropped)

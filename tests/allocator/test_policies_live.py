@@ -266,3 +266,23 @@ def test_content_hashes_refuse_a_page_of_no_tokens() -> None:
 
 
 GOLDEN = ["ce3d0f593d85e76d8eec88a34e325345", "b3705ae3cc70ef8ce18783920cfb1186"]
+
+
+@pytest.mark.parametrize("pages", [2, 12])
+def test_a_policy_that_gives_too_few_is_named(pages: int) -> None:
+    """One victim where more are needed would hand out a page twice; the call raises with nothing changed."""
+
+    class Stingy(LRU):
+        def victims(self, count: int) -> list[int]:
+            return super().victims(count)[:1]
+
+    allocator = BlockAllocator(17, 2, policy=Stingy())
+    with allocator.open(range(32)) as sequence:
+        sequence.reserve(32)
+        sequence.commit(list(range(32)))
+    before = allocator.stats()
+    with allocator.open(range(100, 100 + 2 * pages)) as sequence:
+        with pytest.raises(ValueError, match=rf"Stingy.victims\({pages}\) must return {pages} of its candidates"):
+            sequence.reserve(2 * pages)
+        assert sequence.num_reserved == 0
+    assert allocator.stats().idle == before.idle

@@ -33,10 +33,26 @@ def watch_admissions(core: EngineCore) -> list[Any]:
 ONE = SamplingParams(max_new_tokens=1)
 
 
-def test_every_call_that_queues_takes_a_priority() -> None:
-    """`stream` and `generate` of both engines: what is urgent goes before what was queued earlier."""
-    core, _, runner = make_core(max_batch=1, max_step_tokens=8, scheduling="priority")
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_calls_that_step_take_a_priority(call: str) -> None:
+    """Priority 3 goes after 1 and before 5, which were queued earlier; 0 would go first."""
+    core, _, _ = make_core(max_batch=1, max_step_tokens=8, scheduling="priority")
     engine = Engine.from_core(core)
+    entered = watch_admissions(core)
+    for priority in (5, 1):
+        engine.add_request(priority, [1], ONE, priority=priority)
+    if call == "generate":
+        engine.generate([[7]], ONE, priority=3)
+    else:
+        engine.stream([7], ONE, priority=3).completion()
+
+    assert [entered[0], len(entered)] == [1, 2]
+
+
+@pytest.mark.parametrize("call", ["submit", "generate", "stream"])
+def test_asynchronous_calls_take_a_priority(call: str) -> None:
+    """The same beside a request that runs meanwhile; here all of them come after one another."""
+    core, _, runner = make_core(max_batch=1, max_step_tokens=8, scheduling="priority")
     forward, all_are_there = runner.forward, threading.Event()
 
     def late_forward(*arguments: Any) -> Any:
@@ -50,23 +66,29 @@ def test_every_call_that_queues_takes_a_priority() -> None:
         await stream.completion()
         ended.append(priority)
 
+    async def ask(served: AsyncEngine) -> None:
+        if call == "submit":
+            await (await served.submit([7], ONE, priority=3)).completion()
+        elif call == "generate":
+            await served.generate([[7]], ONE, priority=3)
+        else:
+            assert [output async for output in served.stream([7], ONE, priority=3)]
+        ended.append(3)
+
     async def serve_all() -> None:
-        async with AsyncEngine(engine) as served:
-            first = asyncio.create_task(served.generate([[9]], ONE, priority=-100))
+        async with AsyncEngine(Engine.from_core(core)) as served:
+            first = await served.submit([9], ONE)
             while not served.num_running:
                 await asyncio.sleep(0.005)
-            tasks = [asyncio.create_task(finish(await served.submit([1], ONE, priority=p), p)) for p in (5, 3, -2)]
+            asked = asyncio.create_task(ask(served))
+            while served.num_requests < 2:
+                await asyncio.sleep(0.005)
+            others = [asyncio.create_task(finish(await served.submit([1], ONE, priority=p), p)) for p in (5, 1)]
             all_are_there.set()
-            await asyncio.gather(first, *tasks)
+            await asyncio.gather(first.completion(), asked, *others)
 
     asyncio.run(asyncio.wait_for(serve_all(), 60))
-    assert ended == [-2, 3, 5]
-
-    entered = watch_admissions(core)
-    late = engine.stream([7], ONE, priority=4)
-    engine.generate([[1], [2]], ONE, priority=-4)
-    late.completion()
-    assert [request_id[1] for request_id in entered] == [2, 3, 1]  # numbered as they were queued
+    assert ended == [1, 3, 5]
 
 
 def test_the_smaller_number_goes_first() -> None:

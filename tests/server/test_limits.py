@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagedkv.engine import EngineCore
 
 KEY = "a-key-of-ours"
-PATH = "/v1/completions"
+PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "a\n", "max_tokens": 1500, "stream": True, "ignore_eos": True}
 
 
@@ -28,6 +28,25 @@ def server() -> Iterator[Running]:
     engine = scripted_engine(saying("hello "), delay=0.002)
     with running(engine, max_requests=2, max_body_bytes=1000, body_timeout=0.5) as here:
         yield here
+
+
+def test_a_request_brings_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both paths hand ``priority`` on to the engine, 0 where there is none."""
+    engine = scripted_engine(saying("hello "), scheduling="priority")
+    queued: list[int] = []
+    inner = engine.core.add_request
+
+    def add_request(*arguments: Any, priority: int = 0) -> None:
+        queued.append(priority)
+        inner(*arguments, priority=priority)
+
+    monkeypatch.setattr(engine.core, "add_request", add_request)
+    with running(engine) as here:
+        for path, prompt in ((PATH, {"prompt": "a\n"}), (CHAT, {"messages": [{"role": "user", "content": "a\n"}]})):
+            for own in ({"priority": -7}, {}):
+                assert request(here.port, "POST", path, {**prompt, **own, "max_tokens": 2}).status == 200
+
+    assert queued == [-7, 0, -7, 0]
 
 
 def test_only_the_key_opens() -> None:
