@@ -1,8 +1,8 @@
 // Decode: one query token, all query heads of a KV head at once, so that K and V are read once for the group.
 //
 // Lanes are channels. Every tile of keys is walked twice: its K rows for the scores, four keys and a few heads in
-// registers together, then its V rows for the weighted sums. Meanwhile the rows of the next tile are asked for. A long
-// cold cache is read at the speed of the memory; see docs/kernels.md.
+// registers together, then its V rows for the weighted sums. Meanwhile the rows of the next tile are asked for, a line
+// between every few multiply-adds; see docs/kernels.md.
 #include "score_rule.h"
 #include "work.h"
 
@@ -42,12 +42,14 @@ inline void add_products(Floats (&sums)[kHeads][kKeys], const float *queries, in
     }
 }
 
-// scores[h][0..3] = query h . key 0..3, for heads 0 to kHeads - 1 and four rows of K, kScoreKeys at a time. A function of
-// its own, as `add_values` is: inlined into the walk, GCC spills the sums (with the above, hot, group 3: fp32 1.1x, int8
-// 1.2x).
-template <class Element, int kHeads>
-[[gnu::noinline]] void four_scores(const float *queries, const char *const *rows, int64_t dim, float *scores) {
+// scores[h][0..3] = query h . key 0..3, for heads 0 to kHeads - 1 and four rows of K, kScoreKeys at a time; with kAhead
+// the four rows at `ahead` are asked for. A function of its own, as `add_values` is: inlined into the walk, GCC spills the
+// sums (with the above, hot, group 3: fp32 1.1x, int8 1.2x).
+template <class Element, int kHeads, bool kAhead>
+[[gnu::noinline]] void four_scores(const float *queries, const char *const *rows, const char *const *ahead, int64_t dim,
+                                   float *scores) {
     constexpr int kKeys = kScoreKeys<kHeads>;
+    constexpr int64_t kPairBytes = 2 * kLanes * sizeof(Element);
     Floats all[kHeads][4];
     for (int first = 0; first < 4; first += kKeys) {
         const Element *keys[kKeys];
@@ -55,6 +57,11 @@ template <class Element, int kHeads>
         Floats sums[kHeads][kKeys] = {};
         int64_t i = 0;
         for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
+            if constexpr (kAhead) {
+                for (int key = 0; key < kKeys; key++) {
+                    prefetch_part<kPairBytes>(ahead[first + key], i * sizeof(Element));
+                }
+            }
             add_products(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
             add_products(sums, queries + i + kLanes, dim, [&](int key) { return widen_half<1>(keys[key] + i); });
         }
@@ -93,34 +100,34 @@ inline void by_heads(int num_heads, Body body) {
 template <class Element>
 void tile_scores(const float *queries, int num_heads, const Tile &tile, const Tile *next, int64_t dim, float *scores) {
     for (int key = 0; key < tile.count; key += 4) {
-        if (next) {
-            for (int i = key; i < key + 4; i++) prefetch_row(next->k[i], dim * sizeof(Element));
-        }
         by_heads<kScoreHeads>(num_heads, [&](auto heads, int h) {
-            four_scores<Element, heads>(queries + h * dim, tile.k + key, dim, scores + h * kTileKeys + key);
+            const float *own = queries + h * dim;
+            float *to = scores + h * kTileKeys + key;
+            if (next && h == 0) {
+                four_scores<Element, heads, true>(own, tile.k + key, next->k + key, dim, to);
+            } else {
+                four_scores<Element, heads, false>(own, tile.k + key, nullptr, dim, to);
+            }
         });
     }
 }
 
-// sums[h] = sums[h] * corrections[h] + weights[h] . V, for kHeads heads and 2 * kPairs vectors of channels at `offset`.
-template <class Element, int kHeads, int kPairs>
-[[gnu::noinline]] void add_values(float *sums, const float *corrections, const float *weights, const Tile &tile, const Tile *next,
-                int64_t dim, int64_t offset) {
+// sums[h] = sums[h] * corrections[h] + weights[h] . V, for kHeads heads and 2 * kPairs vectors of channels at `offset`;
+// with kAhead the same channels of `next` are asked for.
+template <class Element, int kHeads, int kPairs, bool kAhead>
+[[gnu::noinline]] void add_values(float *sums, const float *corrections, const float *weights, const Tile &tile,
+                                  const Tile *next, int64_t dim, int64_t offset) {
     Floats added[kHeads][2 * kPairs] = {};
-    for (int key = 0; key < tile.count;) {
-        // Ask for eight rows, then work on eight: a branch in the inner loop costs registers.
-        const int stop = std::min(key + 8, tile.count);
-        if (next) {
-            for (int i = key; i < stop; i++) prefetch_row(next->v[i], dim * sizeof(Element));
+    for (int key = 0; key < tile.count; key++) {
+        if constexpr (kAhead) {
+            prefetch_part<kPairs * 2 * kLanes * sizeof(Element)>(next->v[key], offset * sizeof(Element));
         }
-        for (; key < stop; key++) {
-            const Element *row = reinterpret_cast<const Element *>(tile.v[key]) + offset;
-            for (int pair = 0; pair < kPairs; pair++) {
-                const Floats first = widen_half<0>(row + pair * 2 * kLanes);
-                for (int h = 0; h < kHeads; h++) added[h][2 * pair] += weights[h * kTileKeys + key] * first;
-                const Floats second = widen_half<1>(row + pair * 2 * kLanes);
-                for (int h = 0; h < kHeads; h++) added[h][2 * pair + 1] += weights[h * kTileKeys + key] * second;
-            }
+        const Element *row = reinterpret_cast<const Element *>(tile.v[key]) + offset;
+        for (int pair = 0; pair < kPairs; pair++) {
+            const Floats first = widen_half<0>(row + pair * 2 * kLanes);
+            for (int h = 0; h < kHeads; h++) added[h][2 * pair] += weights[h * kTileKeys + key] * first;
+            const Floats second = widen_half<1>(row + pair * 2 * kLanes);
+            for (int h = 0; h < kHeads; h++) added[h][2 * pair + 1] += weights[h * kTileKeys + key] * second;
         }
     }
     for (int h = 0; h < kHeads; h++) {
@@ -144,16 +151,16 @@ void add_last_values(float *sums, const float *corrections, const float *weights
     }
 }
 
-template <class Element, int kHeads>
+template <class Element, int kHeads, bool kAhead>
 void tile_values(float *sums, const float *corrections, const float *weights, const Tile &tile, const Tile *next,
                  int64_t dim) {
     constexpr int kPairs = kValuePairs<Element, kHeads>;
     int64_t offset = 0;
     for (; offset + kPairs * 2 * kLanes <= dim; offset += kPairs * 2 * kLanes) {
-        add_values<Element, kHeads, kPairs>(sums, corrections, weights, tile, offset ? nullptr : next, dim, offset);
+        add_values<Element, kHeads, kPairs, kAhead>(sums, corrections, weights, tile, next, dim, offset);
     }
     for (; offset + 2 * kLanes <= dim; offset += 2 * kLanes) {
-        add_values<Element, kHeads, 1>(sums, corrections, weights, tile, offset ? nullptr : next, dim, offset);
+        add_values<Element, kHeads, 1, kAhead>(sums, corrections, weights, tile, next, dim, offset);
     }
     if (offset < dim) add_last_values<Element, kHeads>(sums, corrections, weights, tile, dim, offset);
 }
@@ -251,8 +258,13 @@ void decode(const Call &call, const Item &item, int64_t kv_head, float *queries,
             }
         }
         by_heads<kValueHeads>(group, [&](auto heads, int h) {
-            tile_values<Element, heads>(result.sums + h * v_dim, corrections + h, scores + h * kTileKeys, tile,
-                                        h ? nullptr : next, v_dim);
+            float *sums = result.sums + h * v_dim;
+            const float *factors = corrections + h, *weights = scores + h * kTileKeys;
+            if (next && h == 0) {
+                tile_values<Element, heads, true>(sums, factors, weights, tile, next, v_dim);
+            } else {
+                tile_values<Element, heads, false>(sums, factors, weights, tile, nullptr, v_dim);
+            }
         });
     }
 }
