@@ -55,7 +55,7 @@ class Cell:
     @property
     def q_len(self) -> int:
         """Query rows of each sequence."""
-        return {"prefill": self.length, "chunk": 2048}.get(self.kind, 1)
+        return {"prefill": self.length, "chunk": min(2048, self.length // 2)}.get(self.kind, 1)
 
     def tiny(self) -> Cell:
         """Return the cell as small as the interpreter can take."""
