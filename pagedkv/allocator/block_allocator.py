@@ -217,15 +217,14 @@ class BlockAllocator(Holding):
             ReservationOpen: one has a reservation that was not committed.
         """
         self._enter()
-        batch = self._batch
-        sequences = sequences if type(sequences) is list else list(sequences)
+        batch, sequences = self._batch, list(sequences)
         if batch is None or batch.is_reserved or batch.sequences != sequences:
             rows, batch = self._rows_of(sequences, at_rest="reserve"), None
         else:
             rows = batch.rows
         is_step = all_one(counts, len(rows))
         if is_step and batch is None:
-            batch = decode_batch(self.ledger, list(sequences), rows)
+            batch = decode_batch(self.ledger, sequences, rows)
         if is_step and batch is not None:
             batch.reserve()
             self._batch, numbers = batch, batch.ones
@@ -247,8 +246,7 @@ class BlockAllocator(Holding):
             NotReserved, PromptMismatch, CopiesPending: as in `Sequence.commit`; nothing of the batch is committed.
         """
         self._enter()
-        batch = self._batch
-        sequences = sequences if type(sequences) is list else list(sequences)
+        batch, sequences = self._batch, list(sequences)
         if batch is not None and batch.is_reserved and batch.sequences == sequences and not self.ledger.copies:
             ids = one_each(tokens, len(sequences))
             if ids is not None:

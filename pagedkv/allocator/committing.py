@@ -15,6 +15,8 @@ from .group_index import GroupIndex
 from .index_node import Blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .ledger import Ledger
     from .tokens import TokenArray
 
@@ -93,17 +95,17 @@ def index_blocks(ledger: Ledger, row: int, block: int, tokens: TokenArray) -> No
     ledger.tell_stored(row, block + len(found), tokens[len(found) * ledger.page_size :])
 
 
-def index_full_tail(ledger: Ledger, row: int, block: int) -> None:
-    """Make the row's block, just filled with its tail tokens, findable, unless its KV may not be."""
-    rows = ledger.rows
-    if rows.opaque_from.item(row) < (block + 1) * ledger.page_size:
-        return
-    cursor, sequence = rows.cursor[row], rows.sequences[row]
-    assert cursor is not None
-    assert sequence is not None
-    tokens = rows.tail_tokens[row]
-    page = ledger.tables.item(row, block)
-    if sequence.prompt.media or not ledger.index.append(cursor, block, tokens.tobytes(), page):
-        index_blocks(ledger, row, block, tokens)
-    elif ledger.content_policy is not None:
-        ledger.tell_stored(row, block, tokens)
+def index_full_tails(ledger: Ledger, filled: Iterable[tuple[int, int]]) -> None:
+    """Make blocks, given as (row, block) and just filled with their rows' tail tokens, findable where their KV may be."""
+    rows, table, append = ledger.rows, ledger.tables, ledger.index.append
+    for row, block in filled:
+        if rows.opaque_from.item(row) < (block + 1) * ledger.page_size:
+            continue
+        cursor, sequence = rows.cursor[row], rows.sequences[row]
+        assert cursor is not None
+        assert sequence is not None
+        tokens = rows.tail_tokens[row]
+        if sequence.prompt.media or not append(cursor, block, tokens.tobytes(), table.item(row, block)):
+            index_blocks(ledger, row, block, tokens)
+        elif ledger.content_policy is not None:
+            ledger.tell_stored(row, block, tokens)

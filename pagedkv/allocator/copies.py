@@ -54,7 +54,7 @@ class PendingCopies:
 
     def take(self) -> PageArray:
         """Return every pending copy as int32 ``[n, 2]``: source, destination."""
-        self._taken = dict(self.source_of) if self.source_of else {}
+        self._taken = dict(self.source_of)
         if not self._taken:
             return _NONE
         return np.array([(source, page) for page, source in self._taken.items()], np.int32)

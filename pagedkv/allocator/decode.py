@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from .committing import index_full_tail
+from .committing import index_full_tails
 from .errors import OutOfPages
-from .rows import NEVER
 from .tokens import token_array
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class DecodeBatch:
 
     def _begin_pages(self, due: list[int]) -> None:
         ledger, pool, count = self._ledger, self._ledger.pool, len(due)
-        if count > pool.num_free + pool.num_idle:
+        if count > pool.available:
             raise OutOfPages(count, pool.available)
         books, rows, blocks = ledger.rows, self.rows, self._blocks
         books.ensure_width((self._longest + self._steps) // ledger.page_size + 1)
@@ -104,25 +103,12 @@ class DecodeBatch:
         self.is_reserved = False
         self._tails += self._one_each
         self._steps += 1
-        due = self._due.get(self._steps % size)
-        if due is not None:
-            self._end_pages(due)
-
-    def _end_pages(self, due: list[int]) -> None:
-        ledger, books, append = self._ledger, self._ledger.rows, self._ledger.index.append
-        rows, blocks, tails, size = self.rows, self._blocks, self._tails, ledger.page_size
-        ids, table, cursors, opaque = books.tail_tokens, books.tables[0], books.cursor, books.opaque_from
+        due = self._due.get(self._steps % size, [])
+        if due and ledger.prefix_cache:
+            index_full_tails(ledger, [(self.rows[member], self._blocks[member]) for member in due])
         for member in due:
-            row, block = rows[member], blocks[member]
-            blocks[member] = block + 1
-            tails[member] -= size
-            # Nearly always tokens alone decide on what becomes findable, and the page goes to the end of a run.
-            if opaque.item(row) == NEVER and ledger.content_policy is None and not self.sequences[member].prompt.media:
-                cursor = cursors[row]
-                if cursor is not None and append(cursor, block, ids[row].tobytes(), table.item(row, block)):
-                    continue
-            if ledger.prefix_cache:
-                index_full_tail(ledger, row, block)
+            self._blocks[member] += 1
+            self._tails[member] -= size
 
 
 def all_one(counts: Any, length: int) -> bool:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from .observer import Observer
 
 
-_FEW = 8  # rows that are looked at one by one faster than as an array
-
-
 class Door:
     """What every verb of an allocator begins with.
 
@@ -76,9 +73,8 @@ class Door:
         if len(set(rows)) != len(rows):
             raise ValueError("sequences must be different, one was given twice")
         if at_rest:
-            books = self.ledger.rows
-            busy = (row for row in rows if books.reserved(row)) if len(rows) < _FEW else books.all_reserved(rows)
-            for row in busy:
-                owner = books.sequences[row]
-                raise ReservationOpen(f"{at_rest} needs {owner!r} without a reservation; commit it first")
+            for row in rows:
+                if self.ledger.rows.reserved(row):
+                    owner = self.ledger.rows.sequences[row]
+                    raise ReservationOpen(f"{at_rest} needs {owner!r} without a reservation; commit it first")
         return rows

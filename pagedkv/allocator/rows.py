@@ -91,12 +91,6 @@ class Rows:
         """Return the tokens of the row's open reservation; 0 means that none is open."""
         return self.ends.item(row) - self.num_tokens.item(row)
 
-    def all_reserved(self, rows: list[int]) -> list[int]:
-        """Return those of ``rows`` that have an open reservation."""
-        at = np.array(rows, np.int64)
-        open_rows: list[int] = at[self.ends[at] != self.num_tokens[at]].tolist()
-        return open_rows
-
     def claim(self) -> int:
         """Return an unused row, all zero."""
         if not self._unused:
@@ -117,7 +111,7 @@ class Rows:
 
     def ensure_width(self, blocks: int) -> None:
         """Make every table at least ``blocks`` wide."""
-        if blocks > self.tables[0].shape[1]:
+        if blocks > self.width:
             width = max(blocks, 2 * self.width)
             self.tables = [np.pad(table, ((0, 0), (0, width - self.width))) for table in self.tables]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 
 _SLACK = 1024
-_FEW = 8  # candidates that are as often as not the oldest entries just as they stand
 
 
 class LRU:
@@ -48,25 +47,19 @@ class LRU:
         self._forget(pages)
         log, done = self._log, 0
         while evicted and log and done < len(pages):
-            oldest, first = log[0][1], self._first
-            alike = min(len(pages) - done, len(oldest) - first)
-            if oldest[first : first + alike] != pages[done : done + alike]:
+            oldest = log[0][1]
+            alike = min(len(pages) - done, len(oldest) - self._first)
+            if oldest[self._first : self._first + alike] != pages[done : done + alike]:
                 break
-            self._first = first + alike
+            self._first += alike
             done += alike
-            if self._first == len(oldest):
-                self._pass_void()
+            self._pass_void()
 
     def victims(self, count: int) -> list[int]:
         """Return the oldest candidates."""
-        current = self._release_of.get
-        if count <= _FEW and self._log:
-            number, pages = self._log[0]
-            chosen = pages[self._first : self._first + count]
-            if list(map(current, chosen)) == [number] * count:
-                return chosen
         self._pass_void()
-        chosen, at = [], self._first
+        chosen: list[int] = []
+        at, current = self._first, self._release_of.get
         for number, pages in self._log:
             while at < len(pages) and len(chosen) < count:
                 end = at + count - len(chosen)
@@ -78,9 +71,8 @@ class LRU:
         return chosen
 
     def _forget(self, pages: list[int]) -> None:
-        forget = self._release_of.pop
         for page in pages:
-            forget(page, None)
+            self._release_of.pop(page, None)
 
     def _pass_void(self) -> None:
         """Move past the oldest entries that stand for no candidate."""
