@@ -57,6 +57,16 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
     "gpt2": ("gpt2", {"n_positions": 256}),
 }
+_DEEPSEEK = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_alibi": ("falcon", {"alibi": True, "new_decoder_architecture": False, "multi_query": False}),
     "gpt_neo": ("gpt_neo", {"num_layers": 2, "attention_types": [[["global"], 2]], "num_heads": 4}),
@@ -82,14 +92,7 @@ _GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {
             "num_key_value_heads": 4,
-            "kv_lora_rank": 8,
-            "q_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 8,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
+            **_DEEPSEEK,
             **_MOE,
             "first_k_dense_replace": 2,
         },

@@ -96,7 +96,7 @@ def index_blocks(ledger: Ledger, row: int, block: int, tokens: TokenArray) -> No
 
 
 def index_full_tails(ledger: Ledger, filled: Iterable[tuple[int, int]]) -> None:
-    """Make blocks, given as (row, block) and just filled with their rows' tail tokens, findable where their KV may be."""
+    """Make blocks (row, block), just filled with their rows' tail tokens, findable where their KV may be."""
     rows, table, append = ledger.rows, ledger.tables, ledger.index.append
     for row, block in filled:
         if rows.opaque_from.item(row) < (block + 1) * ledger.page_size:

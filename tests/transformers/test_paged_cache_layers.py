@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,8 +12,11 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from pagedkv.transformers import UnsupportedModel
 from pagedkv.transformers.layers import PagedHybridLayer, PagedIndexedLayer, PagedLayer
-from tests.tiny_models import _BASE, _GQA, build, tiny, tiny_config
+from tests.tiny_models import _BASE, _DEEPSEEK, _GQA, build, tiny, tiny_config
 from tests.transformers.generating import both, generate, left_padded, paged, prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FALCON_H1 = {
     "head_dim": 8,
@@ -26,14 +29,7 @@ FALCON_H1 = {
     "mamba_chunk_size": 8,
 }
 DEEPSEEK_V32 = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
+    **_DEEPSEEK,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 2,
@@ -146,9 +142,8 @@ class Peek:
         return getattr(self._cache, name)
 
 
-def test_a_model_that_looks_at_k_on_the_side() -> None:
-    """The trial at construction notices what no interface shows: then everything is gathered, and tokens are equal."""
-    model = build(tiny_config("llama"))
+def let_attention_peek(model: Any, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Have the last layer's attention change its output by the K that its cache returns."""
     attention = model.model.layers[1].self_attn
     forward = attention.forward
 
@@ -156,10 +151,16 @@ def test_a_model_that_looks_at_k_on_the_side() -> None:
         peeks = {name: Peek(value) for name, value in kwargs.items() if isinstance(value, Cache)}
         out, *rest = forward(*args, **{**kwargs, **peeks})
         for peek in peeks.values():
-            out = out * peek.keys.shape[2]
+            out = change(out, peek.keys)
         return out, *rest
 
     attention.forward = peeking
+
+
+def test_a_model_that_looks_at_k_on_the_side() -> None:
+    """The trial at construction notices what no interface shows: then everything is gathered, and tokens are equal."""
+    model = build(tiny_config("llama"))
+    let_attention_peek(model, lambda out, keys: out * keys.shape[2])
     with paged(model) as cache:
         assert cache.learned.untouched
 
@@ -171,17 +172,7 @@ def test_a_model_that_looks_at_k_on_the_side() -> None:
 def test_a_model_that_reads_padding() -> None:
     """Where answers depend on what stands in padding, padding is stored too: equal tokens, and no match of prompts."""
     model = build(tiny_config("llama"))
-    attention = model.model.layers[1].self_attn
-    forward = attention.forward
-
-    def peeking(*args: Any, **kwargs: Any) -> Any:
-        peeks = {name: Peek(value) for name, value in kwargs.items() if isinstance(value, Cache)}
-        out, *rest = forward(*args, **{**kwargs, **peeks})
-        for peek in peeks.values():
-            out = out + peek.keys[:, :, :1].mean((1, 3)).unsqueeze(2)
-        return out, *rest
-
-    attention.forward = peeking
+    let_attention_peek(model, lambda out, keys: out + keys[:, :, :1].mean((1, 3)).unsqueeze(2))
     with paged(model) as cache:
         assert (True, True) == (cache.learned.untouched, cache.learned.stores_padding)
         with pytest.raises(ValueError, match="match needs a model whose answers do not depend on"):

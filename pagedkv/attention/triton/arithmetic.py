@@ -43,6 +43,12 @@ def bend(products, scale, softcap, slopes, q_positions, k_positions, SOFTCAP: tl
 
 
 @triton.jit
+def begin_softmax(M: tl.constexpr, D: tl.constexpr):
+    """Return the running softmax ``(acc, top, total)`` of ``M`` rows that have seen nothing; see `accumulate`."""
+    return tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+
+
+@triton.jit
 def accumulate(acc, top, total, scores, v):
     """Fold a tile of masked scores ``[M, N]`` and its V ``[N, D]`` into the running softmax.
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arithmetic import begin_softmax
 from .decode import store_part
-from .walk import attend_tile, load_queries, split_of
+from .walk import attend_tile, load_per_head, load_queries, split_of
 
 
 @triton.jit(do_not_specialize=["slots", "own_slots", "part_rows", "table_row", "table_stride"])
@@ -48,13 +49,9 @@ def cascade_kernel(
     q_positions = tl.load(kv_lens + sequences, mask=exists, other=0).to(tl.int32) - 1
     heads = kv_head * GROUP + rows % GROUP
     q_tile = load_queries(q, tokens, heads, exists, q_row, q_head, q_dim, K_DIM, K_PAD)
-    slopes = tl.zeros([BLOCK_M], tl.float32)
-    if ALIBI:
-        slopes = tl.load(alibi_slopes + heads).to(tl.float32)
+    slopes = load_per_head(alibi_slopes, heads, BLOCK_M, ALIBI)
 
-    acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, top, total = begin_softmax(BLOCK_M, V_PAD)
     for index in range(split * per_split, tl.minimum((split + 1) * per_split, count)):
         acc, top, total = attend_tile(
             acc, top, total, q_tile, q_positions, slopes,

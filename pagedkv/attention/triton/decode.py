@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import LOG2E, finish
-from .walk import attend_tile, load_queries, split_of, store_rows, visible_tiles
+from .arithmetic import LOG2E, begin_softmax, finish
+from .walk import attend_tile, load_per_head, load_queries, split_of, store_rows, visible_tiles
 
 
 @triton.jit(do_not_specialize=["slots", "part_rows", "table_row", "table_stride"])
@@ -55,13 +55,9 @@ def decode_kernel(
     tokens = first_row + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     tile = load_queries(q, tokens, heads, exists, q_row, q_head, q_dim, K_DIM, K_PAD)
-    slopes = tl.zeros([BLOCK_M], tl.float32)
-    if ALIBI:
-        slopes = tl.load(alibi_slopes + heads).to(tl.float32)
+    slopes = load_per_head(alibi_slopes, heads, BLOCK_M, ALIBI)
 
-    acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, top, total = begin_softmax(BLOCK_M, V_PAD)
     for index in range(split * per_split, tl.minimum((split + 1) * per_split, count)):
         begin = base + tl.where(index < sink_tiles, index, index + skipped) * BLOCK_N
         acc, top, total = attend_tile(
@@ -74,9 +70,7 @@ def decode_kernel(
         )  # fmt: skip
 
     if (splits == 1) & (base == 0):
-        logits = tl.zeros([BLOCK_M], tl.float32)
-        if SINK_LOGITS:
-            logits = tl.load(sink_logits + heads).to(tl.float32)
+        logits = load_per_head(sink_logits, heads, BLOCK_M, SINK_LOGITS)
         store_rows(out, tokens, heads, exists, finish(acc, top, total, logits, SINK_LOGITS),
                    o_row, o_head, o_dim, V_DIM, V_PAD)  # fmt: skip
     else:

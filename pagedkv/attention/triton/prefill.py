@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import finish
-from .walk import attend_tile, load_queries, store_rows, visible_tiles
+from .arithmetic import begin_softmax, finish
+from .walk import attend_tile, load_per_head, load_queries, store_rows, visible_tiles
 
 
 @triton.jit
@@ -65,9 +65,7 @@ def prefill_kernel(
     tokens = first_row + queries
     heads = kv_head * GROUP + rows % GROUP
     q_tile = load_queries(q, tokens, heads, exists, q_row, q_head, q_dim, K_DIM, K_PAD)
-    slopes = tl.zeros([BLOCK_M], tl.float32)
-    if ALIBI:
-        slopes = tl.load(alibi_slopes + heads).to(tl.float32)
+    slopes = load_per_head(alibi_slopes, heads, BLOCK_M, ALIBI)
 
     first = tl.maximum(kv_len - q_len + first_query, 0)
     end = tl.maximum(kv_len - q_len + last_query + 1, 0)
@@ -81,9 +79,7 @@ def prefill_kernel(
         whole_end = tl.maximum(whole_end, whole_begin)
     whole_end = tl.minimum(whole_end, count)
 
-    acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, top, total = begin_softmax(BLOCK_M, V_PAD)
     k_base, v_base = k_pages + kv_head * k_head, v_pages + kv_head * v_head
     ks_base, vs_base = k_scales + kv_head * ks_head, v_scales + kv_head * vs_head
     table = tables + sequence * table_row
@@ -111,8 +107,6 @@ def prefill_kernel(
             PAGE_SIZE, BLOCK_N, K_DIM, V_DIM, K_PAD, V_PAD, QUANT, WINDOW, SOFTCAP, ALIBI, True,
         )  # fmt: skip
 
-    logits = tl.zeros([BLOCK_M], tl.float32)
-    if SINK_LOGITS:
-        logits = tl.load(sink_logits + heads).to(tl.float32)
+    logits = load_per_head(sink_logits, heads, BLOCK_M, SINK_LOGITS)
     store_rows(out, tokens, heads, exists, finish(acc, top, total, logits, SINK_LOGITS),
                o_row, o_head, o_dim, V_DIM, V_PAD)  # fmt: skip

@@ -123,6 +123,15 @@ def load_queries(q, tokens, heads, exists, q_row, q_head, q_dim, K_DIM: tl.const
 
 
 @triton.jit
+def load_per_head(at, heads, M: tl.constexpr, GIVEN: tl.constexpr):
+    """Return fp32 ``[M]``: the number at ``at`` of each row's head, zeros where the layer has none."""
+    numbers = tl.zeros([M], tl.float32)
+    if GIVEN:
+        numbers = tl.load(at + heads).to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def store_rows(out, tokens, heads, exists, values, o_row, o_head, o_dim, V_DIM: tl.constexpr, V_PAD: tl.constexpr):
     """Store output rows ``[M, V_PAD]`` where they exist."""
     columns = tl.arange(0, V_PAD)
