@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import step_ops
-from .step_ops import DTYPES, functions
+from .step_ops import DTYPES, LinearLayer, functions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _NOTHING = c_int64(0)
 
@@ -94,3 +94,53 @@ def rotary() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 _MOST_LOOKS = 256
+
+
+def linear(
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return ``x -> torch.cat([x @ weight.T + bias, …], -1)``, made for few rows, on the weights as they are.
+
+    Sums are float32 in one order, rounded once: a row's result does not depend on the rows beside it.
+
+    Args:
+        weights: each ``[out_features, in_features]`` of one dtype and width, its rows' channels next to one another.
+        biases: each ``[out_features]``, contiguous and in the weights' dtype, or None.
+
+    Raises:
+        LibraryUnavailableError: there is no compiled library.
+        TypeError: a dtype is another than float32, bfloat16 or float16, or than the first weight's.
+        ValueError: a weight or a bias has another shape or lies otherwise in memory.
+    """
+    call, first = functions().pagedkv_linear, weights[0]
+    dim, dtype = first.shape[-1], first.dtype
+    layers = (LinearLayer * len(weights))()
+    for layer, weight, bias in zip(layers, weights, biases, strict=True):
+        step_ops.require("weight", weight, first)
+        if weight.dim() != 2 or weight.shape[1] != dim or dim == 0:
+            raise ValueError(f"weight must be [out_features, {dim or 'at least 1'}], got {[*weight.shape]}")
+        if bias is not None:
+            step_ops.require("bias", bias, first)
+            step_ops.require_shape("bias", bias, weight[:, 0])
+        layer.weight, layer.weight_stride, layer.out_features = weight.data_ptr(), weight.stride(0), len(weight)
+        layer.bias = None if bias is None else bias.data_ptr()
+    features = sum(map(len, weights))
+    held, number, width_of_x = (weights, biases), DTYPES[dtype], (dim,)
+    count, size, width = c_int64(len(weights)), c_int64(dim), c_int64(features)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not dtype or x.shape[-1:] != width_of_x or not x.is_cpu:
+            step_ops.require("x", x, held[0][0])
+            raise ValueError(f"x must be [..., {dim}], got {[*x.shape]}")
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], features), dtype=dtype)
+        failed = call(
+            layers, count, x.data_ptr(), size, out.data_ptr(), width, x.numel() // dim, size,
+            number, torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no room for a float32 copy of x, {[*x.shape]}")
+        return out
+
+    return run

@@ -13,8 +13,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "elements.h"
 #include "softmax.h"
-#include "vectors.h"
 
 namespace pagedkv {
 namespace {
@@ -33,22 +33,6 @@ inline Floats rounded(Floats value) {
 template <>
 inline Floats rounded<float>(Floats value) {
     return value;
-}
-
-// A vector of a row with `count` channels left; past the last ones it holds zeros and writes nothing.
-template <class Element>
-inline Floats read(const Element *from, int64_t count) {
-    if (count >= kLanes) return widen(from);
-    Element padded[kLanes] = {};
-    std::copy_n(from, count, padded);
-    return widen(padded);
-}
-template <class Element>
-inline void write(Element *to, Floats value, int64_t count) {
-    if (count >= kLanes) return narrow(to, value);
-    Element padded[kLanes];
-    narrow(padded, value);
-    std::copy_n(padded, count, to);
 }
 
 template <class Row>
@@ -151,17 +135,6 @@ int64_t argmax_row(const Element *x, int64_t dim) {
         }
     }
     return 0;
-}
-
-// Call `body` with a value of the element type that `dtype` names.
-template <class Body>
-int32_t with_element(int32_t dtype, Body body) {
-    switch (dtype) {
-        case PAGEDKV_FLOAT32: body(float{}); return PAGEDKV_OK;
-        case PAGEDKV_BFLOAT16: body(BFloat16{}); return PAGEDKV_OK;
-        case PAGEDKV_FLOAT16: body(Float16{}); return PAGEDKV_OK;
-        default: return PAGEDKV_BAD_ARGUMENT;
-    }
 }
 
 }  // namespace

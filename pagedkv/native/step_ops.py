@@ -9,7 +9,7 @@ Rows may have any stride; the channels of a row lie next to one another.
 
 from __future__ import annotations
 
-from ctypes import CDLL, c_float, c_int32, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -18,6 +18,12 @@ from .library import load
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SILU, _GELU_TANH = 0, 1
+
+
+class LinearLayer(Structure):
+    """``pagedkv_linear_layer`` of ``linear.h``."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("weight_stride", c_int64), ("out_features", c_int64))
 
 
 @cache
@@ -35,6 +41,7 @@ def functions() -> CDLL:
     functions.pagedkv_rotary.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_int64, *rows, *end)
     functions.pagedkv_gated.argtypes = (c_int32, *matrix * 3, *rows, *end)
     functions.pagedkv_argmax.argtypes = (*matrix, c_void_p, *rows, *end)
+    functions.pagedkv_linear.argtypes = (POINTER(LinearLayer), c_int64, *matrix * 2, *rows, *end)
     return functions
 
 
@@ -71,7 +78,7 @@ def add_rms_norm(
     """
     rows, stride = _rows_of("x", x, x)
     _, residual_stride = _rows_of("residual", residual, x)
-    _require_shape("residual", residual, x)
+    require_shape("residual", residual, x)
     _require_weight(weight, x)
     out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     dim = x.shape[-1]
@@ -94,12 +101,12 @@ def rotary_(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
         sin: like cos.
     """
     tokens, angle_stride = _rows_of("cos", cos, q)
-    _require_shape("sin", sin, cos)
+    require_shape("sin", sin, cos)
     if _rows_of("sin", sin, q)[1] != angle_stride:
         raise ValueError(f"sin must have the strides of cos, {[*cos.stride()]}, got {[*sin.stride()]}")
     rotary_dim = cos.shape[-1]
     for name, heads in (("q", q), ("k", k)):
-        _require(name, heads, q)
+        require(name, heads, q)
         if heads.dim() != 3 or heads.shape[0] != tokens:
             raise ValueError(f"{name} must be [{tokens}, heads, head_dim], a row for each of cos, got {[*heads.shape]}")
         if rotary_dim % 2 or rotary_dim > heads.shape[2]:
@@ -130,7 +137,7 @@ GATES = (silu_mul, gelu_tanh_mul)
 def _gated(activation: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rows, gate_stride = _rows_of("gate", gate, gate)
     _, up_stride = _rows_of("up", up, gate)
-    _require_shape("up", up, gate)
+    require_shape("up", up, gate)
     out = torch.empty(gate.shape, dtype=gate.dtype)
     dim = gate.shape[-1]
     functions().pagedkv_gated(
@@ -158,7 +165,8 @@ def _end(x: torch.Tensor) -> tuple[int, int]:
     return DTYPES[x.dtype], torch.get_num_threads()
 
 
-def _require(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def require(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Refuse what is no tensor in memory of ``like``'s dtype, a known one, with its channels next to one another."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in DTYPES or tensor.dtype != like.dtype:
@@ -172,7 +180,7 @@ def _require(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
 
 def _rows_of(name: str, tensor: torch.Tensor, like: torch.Tensor) -> tuple[int, int]:
     """Return how many rows ``[..., dim]`` has and the stride from one to the next."""
-    _require(name, tensor, like)
+    require(name, tensor, like)
     *outer, dim = tensor.shape
     if tensor.is_contiguous():
         return (tensor.numel() // dim if dim else 0), dim
@@ -183,12 +191,13 @@ def _rows_of(name: str, tensor: torch.Tensor, like: torch.Tensor) -> tuple[int, 
     return outer[-1], tensor.stride(-2)
 
 
-def _require_shape(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def require_shape(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Refuse a tensor of another shape than ``like``'s."""
     if tensor.shape != like.shape:
         raise ValueError(f"{name} must be {[*like.shape]}, got {[*tensor.shape]}")
 
 
 def _require_weight(weight: torch.Tensor, x: torch.Tensor) -> None:
-    _require("weight", weight, x)
+    require("weight", weight, x)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must be {[x.shape[-1]]}, got {[*weight.shape]}")

@@ -294,7 +294,6 @@ inline Floats widen_half(const BFloat16 *pair) {
     Words words = load<Words>(pair);
     if constexpr (kHalf == 0) return as_floats(words << 16);
     if constexpr (kNumRegisters > 16) return as_floats(words & 0xffff0000u);
-    if constexpr (kNumRegisters > 16) return as_floats(words & 0xffff0000u);
     // Two shifts where a mask would take a register from sums.
     Floats upper = as_floats(words >> 16);
     hold(upper);

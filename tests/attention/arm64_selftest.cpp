@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "linear.h"
 #include "step_ops.h"
 
 namespace {
@@ -139,6 +140,29 @@ double largest_error(void *library, int dtype, int kv_dtype, int window, int thr
     return worst;
 }
 
+// A linear layer of 7 outputs and 77 channels with a bias, on 9 rows; returns the largest error.
+double largest_linear_error(void *library, int dtype, int threads) {
+    const int rows = 9, dim = 77, features = 7;
+    std::mt19937 draw(11);
+    Numbers x(draw, rows * dim, dtype), weight(draw, features * dim, dtype), bias(draw, features, dtype);
+    const pagedkv_linear_layer layer{weight.stored.data(), bias.stored.data(), dim, features};
+    std::vector<char> out(rows * features * (dtype == PAGEDKV_FLOAT32 ? 4 : 2), 0x7f);
+    if (symbol<decltype(pagedkv_linear)>(library, "pagedkv_linear")(&layer, 1, x.stored.data(), dim, out.data(), features,
+                                                                  rows, dim, dtype, threads)) return INFINITY;
+    double worst = 0;
+    for (int i = 0; i < rows * features; i++) {
+        double sum = bias.exact[i % features], magnitude = 1;
+        for (int d = 0; d < dim; d++) {
+            const double product = x.exact[i / features * dim + d] * weight.exact[i % features * dim + d];
+            sum += product;
+            magnitude += std::fabs(product);
+        }
+        const double got = read(out.data(), i, dtype);
+        worst = std::max(worst, std::isnan(got) ? INFINITY : std::fabs(got - sum) / magnitude);
+    }
+    return worst;
+}
+
 }  // namespace
 
 int main(int, char **arguments) {
@@ -165,6 +189,11 @@ int main(int, char **arguments) {
                 failures += !(error <= one.limit);
             }
         }
+    }
+    for (const auto &one : cases) {
+        const double error = one.dtype == one.kv_dtype ? largest_linear_error(library, one.dtype, 2) : 0;
+        std::printf("linear %s: %.2g\n", one.name, error);
+        failures += !(error <= one.limit);
     }
     const float x[5] = {3, -4, 0, 5, 1}, weight[5] = {1, 1, 1, 1, 2};
     float normed[5];

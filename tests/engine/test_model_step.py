@@ -12,7 +12,8 @@ import torch
 from pagedkv import Engine, PagedKVCache, SamplingParams
 from pagedkv.cli.subjects import reference_logits
 from pagedkv.engine.equality import all_token_equal, compare_tokens
-from pagedkv.engine.model_step import products
+from pagedkv.engine.model_step import linears, products
+from pagedkv.engine.model_step.acceptance import Acceptance
 from pagedkv.engine.model_step.runner import FastRunner, find_patches
 from pagedkv.native.library import LibraryUnavailableError, load
 from pagedkv.transformers import ModelRunner
@@ -207,14 +208,55 @@ def test_siblings_hold_nothing_after_a_step() -> None:
 
 
 def test_packed_copies_are_counted_and_can_be_refused() -> None:
-    """``packed=False`` copies no weight; with it the copies are all the linears'."""
+    """``packed=False`` copies no weight, few rows are fast all the same; with it the copies are all the linears'."""
     model = tiny("llama")
     cache = PagedKVCache.from_config(model.config, num_pages=8)
-    linears = sum(one.weight.nbytes for one in model.modules() if type(one) is torch.nn.Linear)
+    copies = sum(one.weight.nbytes for one in model.modules() if type(one) is torch.nn.Linear)
 
-    assert FastRunner(ModelRunner(model, cache), packed=True).extra_bytes == linears
+    assert FastRunner(ModelRunner(model, cache), packed=True).extra_bytes == copies
     assert FastRunner(ModelRunner(model, cache), packed=False).extra_bytes == 0
-    assert "Linear" not in kinds(model, packed=False)
+    assert kinds(model, packed=False) == (kinds(model) if has_library() else {"functions": 0})
+
+
+@compiled
+def test_few_rows_and_many_take_their_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to `MOST_ROWS` rows go over the weights as they are, more over the copy, and both give the layer's own."""
+    seen: list[str] = []
+
+    def noted(name: str, make: Any) -> Any:
+        def product(*layers: Any) -> Any:
+            run = make(*layers)
+
+            def note(x: torch.Tensor) -> Any:
+                seen.append(name)
+                return run(x)
+
+            return note
+
+        return product
+
+    monkeypatch.setattr(linears, "own_product", noted("own", products.own_product))
+    monkeypatch.setattr(linears, "packed_product", noted("packed", products.packed_product))
+    layer = torch.nn.Linear(16, 6).requires_grad_(requires_grad=False).eval()
+    found = linears.faster([layer], Acceptance(torch.float32, exact=False), pack=True)
+    assert found is not None
+    seen.clear()
+    with torch.inference_mode():
+        for rows in (1, products.MOST_ROWS, products.MOST_ROWS + 1):
+            x = torch.randn(1, rows, 16)
+            assert torch.allclose(found[0](x)[0], layer(x), atol=1e-5)
+
+    assert seen == ["own", "own", "packed"]
+
+
+@compiled
+def test_exact_takes_no_sums_in_another_order() -> None:
+    """With ``exact`` our own product is not tried, though it may be bit-equal on the trials."""
+    layer = torch.nn.Linear(1, 6).requires_grad_(requires_grad=False).eval()
+    accept = Acceptance(torch.float32, exact=True)
+
+    assert linears.faster([layer], accept, pack=False) is None
+    assert linears.faster([layer], Acceptance(torch.float32, exact=False), pack=False) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <vector>
 
+#include "scratch.h"
 #include "softmax.h"
 #include "work.h"
 

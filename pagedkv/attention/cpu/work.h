@@ -1,9 +1,6 @@
 // What one thread does at a time: an item of work, where its result goes, and the memory it works in.
 #pragma once
 
-#include <memory>
-#include <new>
-
 #include "abi.h"
 #include "page_walk.h"
 
@@ -47,28 +44,6 @@ struct Partial {
     static int64_t size(int64_t rows, int64_t v_dim) { return rows * (v_dim + 2); }
     Partial(float *memory, int64_t rows, int64_t v_dim)
         : sums(memory), largest(memory + rows * v_dim), weights(largest + rows) {}
-};
-
-// Memory that a thread keeps from call to call and that only grows.
-class Scratch {
-  public:
-    // At least `count` floats, aligned to a cache line; contents undefined. Null if there is no room.
-    float *floats(int64_t count) {
-        if (count > capacity_) {
-            memory_.reset();
-            capacity_ = 0;
-            memory_.reset(static_cast<float *>(::operator new(count * sizeof(float), std::align_val_t{64}, std::nothrow)));
-            if (memory_) capacity_ = count;
-        }
-        return memory_.get();
-    }
-
-  private:
-    struct Release {
-        void operator()(float *memory) const { ::operator delete(memory, std::align_val_t{64}); }
-    };
-    std::unique_ptr<float, Release> memory_;
-    int64_t capacity_ = 0;
 };
 
 // Everything that stays the same during a call.

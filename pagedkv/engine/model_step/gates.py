@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedkv.engine.model_step.linears import eligible, packed, parameters
+from pagedkv.engine.model_step.linears import eligible, faster, parameters
 from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
-from pagedkv.engine.model_step.products import packed_bytes, plain_product
+from pagedkv.engine.model_step.products import plain_product
 from pagedkv.native import bound_ops, step_ops
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _candidates(inner: Product, outer: Product, dtype: torch.dtype) -> Iterator[
 
 
 def patch_gates(patches: Patches, modules: list[torch.nn.Module], accept: Acceptance, *, pack: bool) -> None:
-    """Add what replaces those of ``modules`` that are gated blocks, on packed weights with ``pack``."""
+    """Add what replaces those of ``modules`` that are gated blocks, with packed copies if ``pack``."""
     for module in modules:
         found = _linears_of(module, accept.dtype) if plain_forward(module) else None
         if found is None:
@@ -75,9 +75,9 @@ def patch_gates(patches: Patches, modules: list[torch.nn.Module], accept: Accept
             continue
         products = []
         for linears in (widening, narrowing):
-            run = packed(linears, accept) if pack else None
-            patches.extra_bytes += 0 if run is None else packed_bytes(parameters(linears)[0])
-            products.append(run or plain_product(*parameters(linears)))
+            run, copied = faster(linears, accept, pack=pack) or (plain_product(*parameters(linears)), 0)
+            patches.extra_bytes += copied
+            products.append(run)
         patches.forwards[module] = _guarded(list(_candidates(products[0], products[1], accept.dtype))[block], own)
         patches.weights.append(Weights(*widening, *narrowing))
 

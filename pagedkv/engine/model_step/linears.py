@@ -1,4 +1,4 @@
-"""Linear layers on packed weights, and siblings, which share an input, as one product.
+"""Linear layers by faster products, and siblings, which share an input, as one product.
 
 Takes linears that ran in a row on one input object and gives forwards for them: the first computes all, the others hand
 out their part when they are called with that same object, and compute their own otherwise.
@@ -12,7 +12,15 @@ import torch
 from torch.nn.functional import linear
 
 from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
-from pagedkv.engine.model_step.products import packed_bytes, packed_product, plain_product
+from pagedkv.engine.model_step.products import (
+    by_rows,
+    own_product,
+    packed_bytes,
+    packed_product,
+    packing,
+    plain_product,
+)
+from pagedkv.native.library import LibraryUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
     Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
-_ROWS = (1, 17)
+_FEW_ROWS, _MANY_ROWS = (1, 5), (17,)
 
 
 class Siblings:
@@ -84,15 +92,39 @@ def _alone(own: torch.nn.Linear, run: Product) -> Forward:
     return forward
 
 
-def packed(linears: Sequence[torch.nn.Linear], accept: Acceptance) -> Product | None:
-    """Return the products of ``linears`` with one input, packed as one, if it equals theirs."""
-    run, theirs = packed_product(*parameters(linears)), plain_product(*parameters(linears))
+def faster(linears: Sequence[torch.nn.Linear], accept: Acceptance, *, pack: bool) -> tuple[Product, int] | None:
+    """Return the products of ``linears`` with one input as one, and the bytes it copied, if it equals theirs.
+
+    Our own product for few rows, the packed one for many with ``pack``; each is left out where it is not accepted. The
+    own one takes many rows too where they would go to torch's in a half type without products in hardware.
+    """
+    weights, biases = parameters(linears)
+    theirs, width = plain_product(weights, biases), linears[0].in_features
+    few = many = None
+    # Rounded to a half type, sums in another order are equal on most inputs, not on all.
+    if not accept.exact:
+        try:
+            few = own_product(weights, biases)
+        except (LibraryUnavailableError, TypeError, ValueError):
+            few = None
+        if few is not None and not _equal(few, theirs, accept, _FEW_ROWS, width):
+            few = None
+    if pack:
+        many = packed_product(weights, biases)
+        if not _equal(many, theirs, accept, _MANY_ROWS if few else (*_FEW_ROWS, *_MANY_ROWS), width):
+            many = None
+    copied = packed_bytes(weights) if many else 0
+    if few is None:
+        return None if many is None else (many, copied)
+    if many is None and packing(accept.dtype) != accept.dtype:
+        return few, copied
+    return by_rows(few, many or theirs), copied
+
+
+def _equal(ours: Product, theirs: Product, accept: Acceptance, rows: Sequence[int], width: int) -> bool:
     with torch.inference_mode():
-        equal = all(
-            accept.agrees(lambda x: tuple(run(x)), lambda x: tuple(theirs(x)), x)
-            for x in accept.rows(linears[0].in_features, _ROWS)
-        )
-    return run if equal else None
+        inputs = accept.rows(width, rows)
+        return all(accept.agrees(lambda x: tuple(ours(x)), lambda x: tuple(theirs(x)), x) for x in inputs)
 
 
 def parameters(linears: Sequence[torch.nn.Linear]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -113,15 +145,16 @@ def eligible(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     )
 
 
-def patch_linears(patches: Patches, groups: Sequence[list[torch.nn.Linear]], accept: Acceptance) -> None:
-    """Add what replaces the linears of ``groups`` by packed ones: siblings as one product, or else each alone."""
+def patch_linears(patches: Patches, groups: Sequence[list[torch.nn.Linear]], accept: Acceptance, *, pack: bool) -> None:
+    """Add what replaces the linears of ``groups``: siblings as one product, or else each alone."""
     for group in groups:
         for linears in (group, *([one] for one in group)) if len(group) > 1 else (group,):
             if any(one in patches.forwards or not eligible(one, accept.dtype) for one in linears):
                 continue
-            run = packed(linears, accept)
-            if run is None:
+            found = faster(linears, accept, pack=pack)
+            if found is None:
                 continue
+            run, copied = found
             if len(linears) == 1:
                 patches.forwards[linears[0]] = _alone(linears[0], run)
             else:
@@ -129,4 +162,4 @@ def patch_linears(patches: Patches, groups: Sequence[list[torch.nn.Linear]], acc
                 patches.forwards.update(siblings.forwards())
                 patches.forget.append(siblings.forget)
             patches.weights.append(Weights(*linears))
-            patches.extra_bytes += packed_bytes([one.weight for one in linears])
+            patches.extra_bytes += copied

@@ -1,8 +1,8 @@
-"""Matrix products with weights packed once: what a linear layer, or several with one input, computes.
+"""Matrix products that are faster than torch's: what a linear layer, or several with one input, computes.
 
 Takes weights and gives callables; it knows no models. torch hands plain weights to its products, which rearranges them
-inside every call; at decode's few rows that costs more than the arithmetic. oneDNN's packed form is made here once, as
-a copy: the weights stay where they are, for everybody else.
+inside every call; at decode's few rows that costs more than the arithmetic. Few rows go through our own product, which
+takes weights as they are. For many rows oneDNN's packed form is made once, as a copy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import linear
+
+from pagedkv.native import bound_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 LEAST_WORK = 2**19
 """Multiply-adds below which a float32 product stays plain: the packed call takes 20 us before it begins."""
 
-# A single row goes over plain bfloat16 weights, which are half the bytes to read; from two on, arithmetic decides.
-_FEWEST_WIDENED_ROWS = 2
+MOST_ROWS = 64
+"""Rows up to which our own product is at least as fast as the packed one (figures in ``native/linear.cpp``)."""
+
+# Fewer rows go over plain bfloat16 weights, which are half the bytes to read; from here on, arithmetic decides.
+_FEWEST_WIDENED_ROWS = 4
 _ROWS_HINT = 16  # what oneDNN lays the packed form out for; it serves every number of rows
 
 
@@ -69,6 +74,32 @@ def plain_product(weights: Weights, biases: Biases) -> Product:
 
     def run(x: torch.Tensor) -> Sequence[torch.Tensor]:
         return [linear(x, weight, bias) for weight, bias in pairs]
+
+    return run
+
+
+def own_product(weights: Weights, biases: Biases) -> Product:
+    """Return what `plain_product` does, as one product made for few rows, on the weights as they are.
+
+    Raises:
+        LibraryUnavailableError: there is no compiled library.
+        TypeError: the weights' dtype is one that the library does not know.
+        ValueError: weights or biases do not lie in memory as it takes them.
+    """
+    call, sizes = bound_ops.linear(weights, biases), [*map(len, weights)]
+
+    def run(x: torch.Tensor) -> Sequence[torch.Tensor]:
+        out = call(x)
+        return (out,) if len(sizes) == 1 else out.split_with_sizes(sizes, -1)
+
+    return run
+
+
+def by_rows(few: Product, many: Product) -> Product:
+    """Return a product that is ``few`` up to `MOST_ROWS` rows and ``many`` beyond."""
+
+    def run(x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return few(x) if x.numel() <= MOST_ROWS * x.shape[-1] else many(x)
 
     return run
 

@@ -40,8 +40,9 @@ class FastRunner:
 
     Args:
         runner: the model's own.
-        packed: whether linears get packed copies of their weights, which double the model's memory (triple it where
-            bfloat16 has to be widened); None: where the copies take at most a quarter of the free memory.
+        packed: whether linears get packed copies of their weights for prefill's many rows, which double the model's
+            memory (triple it where bfloat16 has to be widened); None: where the copies take at most a quarter of the
+            free memory.
         exact: whether every token stays the model's own, even at a tie: norms and gates stay as they are, and of the
             rest only what is bit-equal on the trials is replaced.
         threads: of torch's pool while a step runs; None leaves the pool alone.
@@ -131,10 +132,9 @@ def _pieces(model: Any, observed: Observed, *, packed: bool, exact: bool) -> Pat
         if not exact:
             patch_norms(patches, list(observed.times_called), accept)
             patch_gates(patches, observed.called_once, accept, pack=pack)
-    if pack:
-        inside = {below for module in patches.forwards for below in module.children()}
-        groups = [[one for one in group if one not in inside] for group in observed.siblings()]
-        patch_linears(patches, [group for group in groups if group], accept)
+    inside = {below for module in patches.forwards for below in module.children()}
+    groups = [[one for one in group if one not in inside] for group in observed.siblings()]
+    patch_linears(patches, [group for group in groups if group], accept, pack=pack)
     return patches
 
 
