@@ -117,8 +117,13 @@ void tile_scores(const float *queries, int num_heads, const Tile &tile, const Ti
 template <class Element, int kHeads, int kPairs, bool kAhead>
 [[gnu::noinline]] void add_values(float *sums, const float *corrections, const float *weights, const Tile &tile,
                                   const Tile *next, int64_t dim, int64_t offset) {
-    Floats added[kHeads][2 * kPairs] = {};
-    for (int key = 0; key < tile.count; key++) {
+    Floats added[kHeads][2 * kPairs];
+    for (int h = 0; h < kHeads; h++) {
+        for (int i = 0; i < 2 * kPairs; i++) added[h][i] = Floats{};
+    }
+    int key = 0;
+    // A loop that may run no time would have GCC clear the sums in memory first (hot, group 4: 1.05x).
+    do {
         if constexpr (kAhead) {
             prefetch_part<kPairs * 2 * kLanes * sizeof(Element)>(next->v[key], offset * sizeof(Element));
         }
@@ -129,7 +134,7 @@ template <class Element, int kHeads, int kPairs, bool kAhead>
             const Floats second = widen_half<1>(row + pair * 2 * kLanes);
             for (int h = 0; h < kHeads; h++) added[h][2 * pair + 1] += weights[h * kTileKeys + key] * second;
         }
-    }
+    } while (++key < tile.count);
     for (int h = 0; h < kHeads; h++) {
         float *to = sums + h * dim + offset;
         for (int i = 0; i < 2 * kPairs; i++, to += kLanes) store(to, load<Floats>(to) * corrections[h] + added[h][i]);
