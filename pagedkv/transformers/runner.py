@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pagedkv.backend import CacheBackend, StepBatch
+    from pagedkv.transformers.ragged_cache import LayerStore
 
 
 class ModelRunner:
@@ -91,4 +92,8 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.serves(batch):
             logits = self._graphs.run(batch)
             return logits if rows is None else logits[rows]  # one token each: a token's number is its sequence's
-        return self._forward(self._forward.cache(self.backend, batch, self._routes), rows)
+        return self.forward_on(self.backend, batch, rows)
+
+    def forward_on(self, store: LayerStore, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a step of another ``store`` than the backend, as `forward` does, without graphs."""
+        return self._forward(self._forward.cache(store, batch, self._routes), rows)

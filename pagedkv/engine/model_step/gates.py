@@ -13,6 +13,7 @@ import torch
 from pagedkv.engine.model_step.linears import eligible, faster, parameters
 from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
 from pagedkv.engine.model_step.products import plain_product
+from pagedkv.engine.model_step.recording import opaque
 from pagedkv.native import bound_ops, step_ops
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ def patch_gates(patches: Patches, modules: list[torch.nn.Module], accept: Accept
             run, copied = faster(linears, accept, pack=pack) or (plain_product(*parameters(linears)), 0)
             patches.extra_bytes += copied
             products.append(run)
-        patches.forwards[module] = _guarded(list(_candidates(products[0], products[1], accept.dtype))[block], own)
+        patches.forwards[module] = _guarded(
+            opaque(list(_candidates(products[0], products[1], accept.dtype))[block]), own
+        )
         patches.weights.append(Weights(*widening, *narrowing))
 
 

@@ -20,6 +20,7 @@ from pagedkv.engine.model_step.products import (
     packing,
     plain_product,
 )
+from pagedkv.engine.model_step.recording import opaque
 from pagedkv.native.library import LibraryUnavailableError
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def patch_linears(patches: Patches, groups: Sequence[list[torch.nn.Linear]], acc
             found = faster(linears, accept, pack=pack)
             if found is None:
                 continue
-            run, copied = found
+            run, copied = opaque(found[0]), found[1]
             if len(linears) == 1:
                 patches.forwards[linears[0]] = _alone(linears[0], run)
             else:

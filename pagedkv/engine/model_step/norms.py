@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
+from pagedkv.engine.model_step.recording import opaque
 from pagedkv.native import bound_ops
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def patch_norms(patches: Patches, modules: list[torch.nn.Module], accept: Accept
             inputs = accept.rows(len(weight), (1, 5), _SCALES)
             for run, size in _candidates(module, weight.detach()):
                 if all(accept.agrees(run, own, x) for x in inputs):
-                    patches.forwards[module] = _guarded(run, own, weight.dtype)
+                    patches.forwards[module] = _guarded(opaque(run), own, weight.dtype)
                     patches.weights.append(Weights(module))
                     patches.extra_bytes += size
                     break

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.modules import module as nn_module
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -17,21 +19,22 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """Parameters that a replacement has taken, and how they were then: changed weights end it."""
+    """Parameters and buffers that a replacement has taken, and how they were then: changed weights end it."""
 
     def __init__(self, *modules: torch.nn.Module) -> None:
-        """Note all parameters of ``modules``."""
+        """Note all parameters and buffers of ``modules``."""
         self._seen = [
-            (module._parameters, name, tensor, tensor.data_ptr(), _version(tensor))
+            (held, name, tensor, tensor.data_ptr(), _version(tensor))
             for module in modules
-            for name, tensor in module._parameters.items()
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
             if tensor is not None
         ]
 
     def unchanged(self) -> bool:
         """Whether they are the same tensors, in the same memory, and nothing has been written into them."""
-        for parameters, name, tensor, address, version in self._seen:
-            if parameters.get(name) is not tensor or tensor.data_ptr() != address or _version(tensor) != version:
+        for held, name, tensor, address, version in self._seen:
+            if held.get(name) is not tensor or tensor.data_ptr() != address or _version(tensor) != version:
                 return False
         return True
 
@@ -84,6 +87,28 @@ class Patches:
                 names[name] = function
             for forget in self.forget:
                 forget()
+
+
+class Listeners:
+    """Who may listen to a model's modules or stand for them: a pass that leaves them out must not happen then.
+
+    Children, hooks, forwards that somebody has put in, and training mode are looked at, of every module.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules = list(model.modules())
+        self._children = [(one._modules, name, child) for one in modules for name, child in one._modules.items()]
+        self._attributes = [vars(one) for one in modules]
+        self._hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._hooks += [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
+
+    def none(self) -> bool:
+        """Whether nobody would miss a pass that leaves the modules out."""
+        return (
+            not any(self._hooks)
+            and not any("forward" in attributes or attributes["training"] for attributes in self._attributes)
+            and all(children.get(name) is child for children, name, child in self._children)
+        )
 
 
 def plain_forward(module: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagedkv.engine.model_step.recording import opaque
 from pagedkv.native import bound_ops
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def patch_rotary(patches: Patches, model: torch.nn.Module, accept: Acceptance) -
         names = vars(sys.modules[home])
         for name, function in list(names.items()):
             if inspect.isfunction(function) and list(inspect.signature(function).parameters)[:4] == _PARAMETERS:
-                ours = _rotates(function)
+                ours = opaque(_rotates(function))
                 with torch.inference_mode():
                     if all(_agrees(ours, function, accept, tokens) for tokens in (1, 5)):
                         patches.functions.append((names, name, ours))

@@ -18,7 +18,8 @@ from pagedkv.engine.model_step.gates import patch_gates
 from pagedkv.engine.model_step.linears import patch_linears
 from pagedkv.engine.model_step.norms import patch_norms
 from pagedkv.engine.model_step.observe import Observed, observe, plain_logits
-from pagedkv.engine.model_step.patches import Patches
+from pagedkv.engine.model_step.patches import Listeners, Patches, Weights
+from pagedkv.engine.model_step.plan import make_plan
 from pagedkv.engine.model_step.products import packed_bytes, packing
 from pagedkv.engine.model_step.rotary import patch_rotary
 from pagedkv.native.library import LibraryUnavailableError, load
@@ -63,7 +64,21 @@ class FastRunner:
         fits = weight_bytes(model) <= free_memory(torch.device("cpu")) // _SHARE_OF_FREE_MEMORY
         self._packed = fits if packed is None else packed
         with self._thread_pool():
-            self._patches = find_patches(model, packed=self._packed, exact=exact)
+            self._look()
+
+    def _look(self) -> None:
+        """Find what the model's weights as they are now allow."""
+        model: Any = self._runner.model
+        self._patches = find_patches(model, packed=self._packed, exact=self._exact)
+        self._listeners, self._weights, self._plan = Listeners(model), Weights(*model.modules()), None
+        if self._patches.forwards and self._listeners.none():
+            with self._patches.applied():
+                self._plan = make_plan(self._runner)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether steps run without the model's modules, by their calls alone."""
+        return self._plan is not None
 
     @property
     def extra_bytes(self) -> int:
@@ -73,11 +88,14 @@ class FastRunner:
     def forward(self, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step as `ModelRunner.forward` does.
 
-        Weights that have changed since they were copied are copied anew first.
+        Weights that have changed since they were copied are copied anew first. While somebody listens to a module, or
+        has put something in its place, the modules run.
         """
         with self._thread_pool():
-            if not self._patches.current():
-                self._patches = find_patches(self._runner.model, packed=self._packed, exact=self._exact)
+            if not self._weights.unchanged():
+                self._look()
+            if self._plan is not None and self._listeners.none():
+                return self._plan(self._runner.backend, batch, rows)
             with self._patches.applied():
                 return self._runner.forward(batch, rows)
 

@@ -1,0 +1,262 @@
+"""The plan of a model's step: the modules' bits on every step, and no plan where a step is not a row of calls."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pagedkv import Engine, PagedKVCache, SamplingParams
+from pagedkv.engine.model_step import plan as plans
+from pagedkv.engine.model_step.runner import FastRunner
+from pagedkv.transformers import ModelRunner
+from tests.engine.test_model_step import compiled, prompts
+from tests.tiny_models import VOCAB, build, stock_greedy, tiny, tiny_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = compiled
+
+PLANNED = ["llama", "llama_mha", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "phi"]
+
+
+def runner_of(model: Any, **options: Any) -> tuple[FastRunner, PagedKVCache]:
+    """Return a fast runner and its cache."""
+    cache = PagedKVCache.from_config(model.config, num_pages=256, page_size=4, dtype=model.dtype, prefix_cache=False)
+    return FastRunner(ModelRunner(model, cache), **options), cache
+
+
+def run(runner: FastRunner, cache: PagedKVCache, *, planned: bool, seed: int = 0) -> list[torch.Tensor]:
+    """Return the logits of some ragged steps of up to 90 tokens, by the plan or by the modules."""
+    draw = random.Random(seed)
+    texts = [[draw.randrange(1, VOCAB) for _ in range(96)] for _ in range(3)]
+    sequences = [cache.open(text) for text in texts]
+    if not planned:
+        runner._plan = None
+    logits = []
+    for counts in ((1, 0, 0), (70, 3, 17), (1, 1, 1), (5, 0, 2), (1, 30, 1)):
+        steps = {
+            sequence: text[sequence.num_tokens : sequence.num_tokens + count]
+            for sequence, text, count in zip(sequences, texts, counts, strict=True)
+            if count
+        }
+        batch = cache.begin_step(steps)
+        total = sum(counts)
+        rows = torch.tensor([draw.randrange(total) for _ in range(draw.randint(1, total))])
+        logits.append(runner.forward(batch, rows if total > len(steps) else None))
+        cache.end_step(batch)
+    for sequence in sequences:
+        sequence.close()
+    return logits
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", PLANNED)
+def test_gives_the_modules_bits(name: str, *, exact: bool) -> None:
+    """On ragged steps of other sizes than those recorded, of one token and of many, with any rows wanted."""
+    runner, cache = runner_of(tiny(name), packed=True, exact=exact)
+
+    assert runner.has_plan
+    planned = run(runner, cache, planned=True)
+    by_modules = run(runner, cache, planned=False)
+    assert all(map(torch.equal, planned, by_modules))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_planned(dtype: torch.dtype) -> None:
+    """The logits are float32 all the same."""
+    runner, cache = runner_of(build(tiny_config("qwen3")).to(dtype))
+
+    assert runner.has_plan
+    planned = run(runner, cache, planned=True)
+    assert all(map(torch.equal, planned, run(runner, cache, planned=False)))
+    assert {one.dtype for one in planned} == {torch.float32}
+
+
+def twisted(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+    """Return a llama whose first layer's output goes through ``change``."""
+    model = build(tiny_config("llama"))
+    layer = model.model.layers[0]
+
+    class Twisted(type(layer)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return change(self, super().forward(*args, **kwargs))
+
+    layer.__class__ = Twisted
+    return model
+
+
+def by_content(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Look at the values, with one outcome in every step."""
+    return x * 2 if (x.abs() < 1e9).all() else x
+
+
+def by_list(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Look at a value past the operators."""
+    return x * 2 if x[0, 0, 0].tolist() > -1e9 else x  # type: ignore[operator]
+
+
+def by_array(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Look at a value through numpy."""
+    return x * float(x.detach().cpu().numpy().max() > -1e9)
+
+
+def by_mask(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Take as many values as there are positive ones."""
+    return x + 0 * x[x > 0].sum()
+
+
+def by_count(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Take another operator for a single token."""
+    return x * 1 if x.shape[1] == 1 else x + 0
+
+
+def by_square(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Make a number of values that grows with the square of the tokens."""
+    return x + 0 * torch.zeros(x.shape[1] ** 2).sum()
+
+
+def by_size_as_float(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Multiply by a float that follows the number of tokens."""
+    return x * (1 + 1e-6 * x.shape[1])
+
+
+def by_new_constant(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Add a number that Python computes from the number of tokens."""
+    return x + torch.tensor([1e-6 * x.shape[1]])
+
+
+def by_state(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Add what the last forward left behind."""
+    before = own.__dict__.get("left")
+    own.__dict__["left"] = x[:, -1:].clone()
+    return x if before is None else x + 1e-9 * before
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (by_content, "data_dependent_output|__bool__ looks at"),
+        (by_list, "tolist looks at"),
+        (by_array, "numpy looks at"),
+        (by_mask, "dynamic_output_shape"),
+        (by_count, "steps part at|steps make"),
+        (by_square, r"an argument is \[25, 9, 9, 1, 9\]"),
+        (by_size_as_float, "or something else"),
+        (by_new_constant, "constant"),
+        (by_state, "constant"),
+    ],
+)
+def test_no_plan_where_steps_differ(
+    change: Callable[[Any, torch.Tensor], torch.Tensor], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What follows from content, from chance, from another step or not linearly from a size is left to the modules."""
+    caplog.set_level("DEBUG", logger="pagedkv")
+    runner, _ = runner_of(twisted(change))
+
+    assert not runner.has_plan
+    caplog.records[:] = [one for one in caplog.records if "runs by its modules" in one.getMessage()]
+    assert re.search(why, caplog.records[-1].getMessage())
+
+
+def test_no_plan_of_chance() -> None:
+    """A forward pass that draws random numbers is not recorded, and the generator is as it was."""
+    model = build(tiny_config("llama"))
+    runner = ModelRunner(model, PagedKVCache.from_config(model.config, num_pages=8))
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x) + 1e-9 * torch.rand(1)
+    before = torch.random.get_rng_state()
+
+    assert plans.make_plan(runner) is None
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_integers_follow_tokens_and_rows() -> None:
+    """What is a + b * tokens + c * rows in all steps is computed from a step's own sizes."""
+    runner, cache = runner_of(
+        twisted(lambda _, x: x + 0 * torch.arange(2 * x.shape[1] + 3)[: x.shape[1]].view(1, -1, 1))
+    )
+
+    assert runner.has_plan
+    planned = run(runner, cache, planned=True)
+    assert all(map(torch.equal, planned, run(runner, cache, planned=False)))
+
+
+def test_modules_run_while_somebody_listens() -> None:
+    """A hook, a forward put in, a module put in another's place: from the next step on, and while it lasts."""
+    model = build(tiny_config("llama"))
+    engine = Engine(model, num_pages=32, prefix_cache=False)
+    layer, text, heard = model.model.layers[1], [3, 1, 4, 1, 5], list[int]()
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+
+    def answer() -> list[int]:
+        return list(engine.generate([text], params)[0].token_ids)
+
+    own = answer()
+    handle = layer.register_forward_hook(lambda *_: heard.append(1))
+    assert answer() == own
+    assert len(heard) == 4
+    handle.remove()
+    assert answer() == own
+    assert len(heard) == 4
+
+    layer.mlp.forward = torch.zeros_like
+    assert answer() == stock_greedy(model, text, 4)
+    del layer.mlp.forward
+    assert answer() == own
+
+    mlp, layer.mlp = layer.mlp, torch.nn.Identity()
+    assert answer() == stock_greedy(model, text, 4)
+    layer.mlp = mlp
+    assert answer() == own
+
+
+def test_changed_weights_make_a_new_plan() -> None:
+    """Weights that no replacement holds count too: an embedding written in place, a norm in another's place."""
+    model, text = build(tiny_config("llama")), [3, 1, 4, 1, 5]
+    engine = Engine(model, num_pages=32, prefix_cache=False)
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    answers = []
+    for change in range(3):
+        answers.append(engine.generate([text], params)[0].token_ids)
+        assert list(answers[-1]) == stock_greedy(model, text, 6)
+        if change == 0:
+            with torch.no_grad():
+                model.model.embed_tokens.weight.mul_(-3)
+        else:
+            model.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight.detach())
+
+    assert len(set(answers)) == 3
+
+
+def test_a_step_leaves_nothing_behind() -> None:
+    """Neither what a step made nor its batch outlives it, also where attention raised."""
+    runner, cache = runner_of(tiny("llama"))
+    sequence = cache.open([1, 2, 3])
+    batch = cache.begin_step({sequence: [1, 2, 3]})
+    logits = runner.forward(batch)
+    cache.end_step(batch)
+    left: list[weakref.ref[Any]] = [weakref.ref(logits), weakref.ref(batch)]
+    del logits, batch
+    gc.collect()
+
+    assert [one() for one in left] == [None, None]
+    assert runner.has_plan
+    sequence.close()
+
+
+def test_engines_answer_as_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    """Through whole requests, the plan's tokens are the model's own."""
+    caplog.set_level("DEBUG", logger="pagedkv")
+    model, texts = tiny("gemma3"), prompts(4)
+    engine = Engine(model, num_pages=64, page_size=4, max_step_tokens=24)
+    answers = engine.generate(texts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+
+    assert not [one for one in caplog.records if "runs by its modules" in one.getMessage()]
+    assert [list(one.token_ids) for one in answers] == [stock_greedy(model, text, 8) for text in texts]
