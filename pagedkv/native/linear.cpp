@@ -26,6 +26,9 @@ constexpr int kInputRows = kNumRegisters > 16 ? 6 : 4;
 // Up to this many multiply-adds the calling thread works alone. Chosen, not tuned.
 constexpr int64_t kSerialWork = 1 << 16;
 
+// Rows that are taken at once.
+constexpr int64_t kBlockRows = 64;
+
 // Inputs in fp32 and in the stored order of the weights' dtype, each row filled up with zeros to whole vectors.
 struct Inputs {
     const float *base;
@@ -38,8 +41,9 @@ struct Inputs {
 // Multiply and add kWeights weight rows with kInputs input rows; kFetch rows from `next` on are asked for meanwhile.
 // Inlined whatever the compiler thinks of it: called, it would keep its sums in memory (16 rows: 105 ms for 55).
 template <int kWeights, int kInputs, int kFetch, class Element>
-[[gnu::always_inline]] inline void add_products(Floats (&sums)[kInputs][kWeightRows], const Element *weights, int64_t stride, const float *x,
-                  const Inputs &inputs, const Element *next) {
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[kInputs][kWeightRows], const Element *weights,
+                                                int64_t stride, const float *x, const Inputs &inputs,
+                                                const Element *next) {
     auto step = [&](auto weight_at, int64_t channel) {
         Floats weight[kWeights];
         for (int i = 0; i < kWeights; i++) {
@@ -153,14 +157,18 @@ int32_t pagedkv_linear(const pagedkv_linear_layer *layers, int64_t num_layers, c
     bool room = true;
     const int32_t known = with_element(dtype, [&](auto kind) {
         using Element = decltype(kind);
-        Inputs inputs{nullptr, 0, rows, in_features};
-        room = widen_inputs(static_cast<const Element *>(x), x_stride, inputs);
-        if (!room) return;
-        const int64_t threads = rows * in_features * features < kSerialWork ? 1 : std::min<int64_t>(num_threads, count);
+        // By blocks, so that what is widened stays small; weights read again for 64 rows cost little beside their products.
+        for (int64_t row = 0; row < rows && room; row += kBlockRows) {
+            Inputs inputs{nullptr, 0, std::min(kBlockRows, rows - row), in_features};
+            room = widen_inputs(static_cast<const Element *>(x) + row * x_stride, x_stride, inputs);
+            if (!room) return;
+            Element *to = static_cast<Element *>(out) + row * out_stride;
+            const bool serial = inputs.rows * in_features * features < kSerialWork;
+            const int64_t threads = serial ? 1 : std::min<int64_t>(num_threads, count);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int64_t part = 0; part < threads; part++) {
-            groups(layers, num_layers, count * part / threads, count * (part + 1) / threads, inputs,
-                   static_cast<Element *>(out), out_stride);
+            for (int64_t part = 0; part < threads; part++) {
+                groups(layers, num_layers, count * part / threads, count * (part + 1) / threads, inputs, to, out_stride);
+            }
         }
     });
     return room ? known : PAGEDKV_OUT_OF_MEMORY;

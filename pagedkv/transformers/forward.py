@@ -50,12 +50,13 @@ class RaggedForward:
                 written by then, and the step is to be abandoned.
         """
         batch = cache.batch
+        cache.rows = batch.last_rows if rows is None else rows
         with implementation(self._configs, IMPLEMENTATION), active(cache):
             output = self.model(
                 input_ids=batch.input_ids.unsqueeze(0),
                 position_ids=batch.position_ids.unsqueeze(0),
                 use_cache=True,
-                logits_to_keep=batch.last_rows if rows is None else rows,
+                logits_to_keep=cache.rows,
                 **{self._cache_keyword: cache},
             )
         if set(cache.written) != cache.attended:

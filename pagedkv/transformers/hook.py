@@ -111,7 +111,7 @@ def _require_understood(name: str, cache: RaggedCache, query: torch.Tensor, kwar
     if query.shape[0] != 1 or query.shape[2] != cache.total_q:
         raise UnsupportedModel(f"{name} asks with queries {tuple(query.shape)} in a step of {cache.total_q} tokens")
     for key, value in kwargs.items():
-        harmless = key in _HARMLESS_TENSORS or value is cache.batch.last_rows
+        harmless = key in _HARMLESS_TENSORS or value is cache.rows
         if isinstance(value, torch.Tensor) and not harmless:
             raise UnsupportedModel(f"{name} attends with a tensor {key!r} of its own, of shape {tuple(value.shape)}")
 

@@ -30,10 +30,11 @@ _STEPS = ((3, 2), (1, 3))
 
 
 class ProbeStore:
-    """K and V of two short sequences: sequence ``i`` is page ``i + 1``."""
+    """K and V of two short sequences, of at most ``page_size`` tokens each: sequence ``i`` is page ``i + 1``."""
 
-    def __init__(self, spec: KVSpec) -> None:
+    def __init__(self, spec: KVSpec, page_size: int = _PAGE_SIZE) -> None:
         self._layers = spec.layers
+        self._page_size = page_size
         self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._specs: dict[int, LayerSpec] = {}
 
@@ -42,7 +43,7 @@ class ProbeStore:
         batch = StepBatch(range(len(tokens)), tokens, starts, device)
         ends = [start + len(row) for start, row in zip(starts, tokens, strict=True)]
         slots = [
-            (page + 1) * _PAGE_SIZE + position
+            (page + 1) * self._page_size + position
             for page, (start, end) in enumerate(zip(starts, ends, strict=True))
             for position in range(start, end)
         ]
@@ -59,7 +60,7 @@ class ProbeStore:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: StepBatch) -> None:
         """Store the step's K and V of ``layer``, on the device where they are."""
         if layer not in self._pages:
-            self._pages[layer] = (_pages_like(k), _pages_like(v))
+            self._pages[layer] = (self._pages_like(k), self._pages_like(v))
         write_kv(k, v, *self._pages[layer], self._slots.to(k.device))
 
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -68,6 +69,10 @@ class ProbeStore:
         tables = torch.arange(1, len(batch.q_lens) + 1, dtype=torch.int32, device=q.device).unsqueeze(1)
         attention = AttentionBatch(tables, kv_lens, cu_q_lens, *self._longest)
         return paged_attention(q, *self._pages[layer], attention, self._specs[layer], backend="reference")
+
+    def _pages_like(self, states: torch.Tensor) -> torch.Tensor:
+        _, num_heads, dim = states.shape
+        return states.new_zeros(len(_STEPS[0]) + 1, num_heads, self._page_size, dim)
 
     def gather(self, layer: int, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of both sequences, one after the other, ``[total_kv, num_kv_heads, dim]``."""
@@ -79,11 +84,6 @@ class ProbeStore:
     def held_positions(self, layer: int, batch: StepBatch) -> list[NDArray[np.int64]]:
         """Return all positions of both sequences."""
         return [np.arange(end) for end in self._attention[0].tolist()]
-
-
-def _pages_like(states: torch.Tensor) -> torch.Tensor:
-    _, num_heads, dim = states.shape
-    return states.new_zeros(len(_STEPS[0]) + 1, num_heads, _PAGE_SIZE, dim)
 
 
 def learn_layers(forward: RaggedForward) -> LayerRoutes:

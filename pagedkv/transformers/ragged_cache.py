@@ -86,6 +86,7 @@ class RaggedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     To the model all sequences of the step are one text without history; their histories are the store's.
 
     Attributes:
+        rows: the tokens of the step whose logits are wanted.
         routes: how each layer attends. With ``learning`` it is filled by what the layers say and do when they first
             attend, in a step without history; otherwise they must agree with it.
         written: the layers that have stored their K and V in this step, in order.
@@ -106,6 +107,7 @@ class RaggedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.spec = spec
         self.store = store
         self.batch = batch
+        self.rows = batch.last_rows
         self.routes = routes
         self.learning = learning
         self.total_q = sum(batch.q_lens)

@@ -14,9 +14,11 @@ import torch
 from pagedkv import Engine, PagedKVCache, SamplingParams
 from pagedkv.engine.model_step import plan as plans
 from pagedkv.engine.model_step.runner import FastRunner
-from pagedkv.transformers import ModelRunner
+from pagedkv.spec import UnsupportedModel
+from pagedkv.transformers import ModelRunner, observe_kv_spec
 from tests.engine.test_model_step import compiled, prompts
-from tests.tiny_models import VOCAB, build, stock_greedy, tiny, tiny_config
+from tests.tiny_models import build, stock_greedy, tiny, tiny_config
+from tests.transformers import tiny_zoo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,14 +30,15 @@ PLANNED = ["llama", "llama_mha", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"
 
 def runner_of(model: Any, **options: Any) -> tuple[FastRunner, PagedKVCache]:
     """Return a fast runner and its cache."""
-    cache = PagedKVCache.from_config(model.config, num_pages=256, page_size=4, dtype=model.dtype, prefix_cache=False)
+    shape: dict[str, Any] = {"num_pages": 256, "page_size": 4, "dtype": model.dtype, "prefix_cache": False}
+    cache = PagedKVCache.from_spec(observe_kv_spec(model), **shape)
     return FastRunner(ModelRunner(model, cache), **options), cache
 
 
 def run(runner: FastRunner, cache: PagedKVCache, *, planned: bool, seed: int = 0) -> list[torch.Tensor]:
     """Return the logits of some ragged steps of up to 90 tokens, by the plan or by the modules."""
-    draw = random.Random(seed)
-    texts = [[draw.randrange(1, VOCAB) for _ in range(96)] for _ in range(3)]
+    draw, vocab_size = random.Random(seed), cache.spec.vocab_size
+    texts = [[draw.randrange(1, vocab_size) for _ in range(96)] for _ in range(3)]
     sequences = [cache.open(text) for text in texts]
     if not planned:
         runner._plan = None
@@ -112,6 +115,16 @@ def by_mask(_: Any, x: torch.Tensor) -> torch.Tensor:
     return x + 0 * x[x > 0].sum()
 
 
+def by_where(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Ask how many values are huge by an operator that hides it."""
+    return x * 2 if not torch.where(x > 1e9)[0].numel() else x
+
+
+def by_threshold(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """Make as many values as there are tokens, up to 16."""
+    return x * (1 + 1e-6 * torch.ones(min(16, x.shape[1])).sum())
+
+
 def by_count(_: Any, x: torch.Tensor) -> torch.Tensor:
     """Take another operator for a single token."""
     return x * 1 if x.shape[1] == 1 else x + 0
@@ -146,6 +159,8 @@ def by_state(own: Any, x: torch.Tensor) -> torch.Tensor:
         (by_list, "tolist looks at"),
         (by_array, "numpy looks at"),
         (by_mask, "dynamic_output_shape"),
+        (by_where, "where.default is dynamic_output_shape"),
+        (by_threshold, "its logits of a step of 23 tokens"),
         (by_count, "steps part at|steps make"),
         (by_square, r"an argument is \[25, 9, 9, 1, 9\]"),
         (by_size_as_float, "or something else"),
@@ -216,6 +231,62 @@ def test_modules_run_while_somebody_listens() -> None:
     layer.mlp = mlp
     assert answer() == own
 
+    class Other(type(layer)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return -super().forward(*args, **kwargs)
+
+    layer.__class__, was = Other, type(layer)
+    assert answer() == stock_greedy(model, text, 4) != own
+    layer.__class__ = was
+    assert answer() == own
+
+
+def test_a_plan_is_made_once_nobody_listens_any_more() -> None:
+    """A hook that is there when the engine is made keeps the plan away only as long as it is there."""
+    model = build(tiny_config("llama"))
+    handle = model.model.norm.register_forward_hook(lambda *_: None)
+    runner, cache = runner_of(model)
+    assert not runner.has_plan
+    handle.remove()
+    run(runner, cache, planned=True)
+
+    assert runner.has_plan
+
+
+def test_large_steps_run_by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan serves steps up to the size that it was tried on."""
+    runner, cache = runner_of(tiny("llama"))
+    sequence, heard = cache.open([1] * 100), []
+    monkeypatch.setattr(runner._runner, "forward", lambda batch, rows: heard.append(len(batch.position_ids)))
+    for count in (plans.MOST_TOKENS, plans.MOST_TOKENS + 1):
+        batch = cache.begin_step({sequence: [1] * count})
+        runner.forward(batch)
+        cache.abandon_step(batch)
+    sequence.close()
+
+    assert heard == [plans.MOST_TOKENS + 1]
+
+
+def test_a_model_that_writes_its_buffers_runs_by_modules() -> None:
+    """Its own writing is no change of weights that anybody made: nothing is looked at anew."""
+    model = build(tiny_config("llama"))
+    layer = model.model.layers[0]
+    layer.register_buffer("count", torch.zeros(()))
+
+    class Counting(type(layer)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.count.add_(1)
+            return super().forward(*args, **kwargs)
+
+    layer.__class__ = Counting
+    runner, cache = runner_of(model)
+    patches = runner._patches
+    run(runner, cache, planned=True)
+
+    assert not runner.has_plan
+    assert runner._patches is patches
+    assert layer.count > 0
+
 
 def test_changed_weights_make_a_new_plan() -> None:
     """Weights that no replacement holds count too: an embedding written in place, a norm in another's place."""
@@ -223,16 +294,18 @@ def test_changed_weights_make_a_new_plan() -> None:
     engine = Engine(model, num_pages=32, prefix_cache=False)
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     answers = []
-    for change in range(3):
+    for change in range(4):
         answers.append(engine.generate([text], params)[0].token_ids)
         assert list(answers[-1]) == stock_greedy(model, text, 6)
         if change == 0:
             with torch.no_grad():
                 model.model.embed_tokens.weight.mul_(-3)
-        else:
+        elif change == 1:
             model.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight.detach())
+        else:
+            model.lm_head.bias = torch.nn.Parameter(torch.randn(len(model.lm_head.weight)) * 9)
 
-    assert len(set(answers)) == 3
+    assert len(set(answers)) == 4
 
 
 def test_a_step_leaves_nothing_behind() -> None:
@@ -249,6 +322,28 @@ def test_a_step_leaves_nothing_behind() -> None:
     assert [one() for one in left] == [None, None]
     assert runner.has_plan
     sequence.close()
+
+
+@pytest.mark.slow
+def test_every_architecture() -> None:
+    """Whatever has a plan gives its modules' bits, and most that the engine runs have one."""
+    planned, others, wrong = [], [], []
+    for architecture in tiny_zoo.architectures():
+        name = architecture.config_class.model_type
+        try:
+            runner, cache = runner_of(tiny_zoo.build(architecture))
+        except (tiny_zoo.CannotBeTiny, UnsupportedModel, ValueError, TypeError):
+            continue
+        if not runner.has_plan:
+            others.append(name)
+            continue
+        planned.append(name)
+        by_plan = run(runner, cache, planned=True)
+        if not all(map(torch.equal, by_plan, run(runner, cache, planned=False))):
+            wrong.append(name)
+
+    assert not wrong
+    assert len(planned) > len(others), others
 
 
 def test_engines_answer_as_the_model(caplog: pytest.LogCaptureFixture) -> None:

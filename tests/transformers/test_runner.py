@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -211,6 +212,19 @@ def test_what_a_layer_says_besides_is_never_ignored(change: dict[str, Any], reas
     model.model.layers[1].self_attn.forward = lambda *args, **kwargs: stock(*args, **{**kwargs, **change})
     with pytest.raises(UnsupportedModel, match=reason):
         runner_of(model)
+
+
+def test_the_rows_wanted_may_reach_attention() -> None:
+    """A model that hands all its keywords down, ``logits_to_keep`` too, answers for any rows."""
+    model = build(tiny_config("llama"))
+    attentions = [layer.self_attn for layer in model.model.layers]
+    rows = torch.tensor([0, 2])
+    runner, backend = runner_of(model)
+    for attention in attentions:
+        attention.forward = partial(type(attention).forward, attention, logits_to_keep=rows)
+    logits = runner.forward(backend.begin_step({backend.open(TEXT): TEXT}), rows)
+
+    assert (logits - stock_logits(model, TEXT)[rows]).abs().max() < 1e-4
 
 
 def test_another_window_than_the_configs_is_refused() -> None:

@@ -117,7 +117,7 @@ def faster(linears: Sequence[torch.nn.Linear], accept: Acceptance, *, pack: bool
     copied = packed_bytes(weights) if many else 0
     if few is None:
         return None if many is None else (many, copied)
-    if many is None and packing(accept.dtype) != accept.dtype:
+    if many is None and accept.dtype != torch.float32 and packing(accept.dtype) != accept.dtype:
         return few, copied
     return by_rows(few, many or theirs), copied
 

@@ -19,24 +19,20 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """Parameters and buffers that a replacement has taken, and how they were then: changed weights end it."""
+    """Parameters and buffers of some modules, and how they were: changed weights end what was made of them."""
 
     def __init__(self, *modules: torch.nn.Module) -> None:
-        """Note all parameters and buffers of ``modules``."""
-        self._seen = [
-            (held, name, tensor, tensor.data_ptr(), _version(tensor))
-            for module in modules
-            for held in (module._parameters, module._buffers)
-            for name, tensor in held.items()
-            if tensor is not None
-        ]
+        """Note all parameters and buffers of ``modules``, also which there are none of."""
+        self._held = [(held, dict(held)) for one in modules for held in (one._parameters, one._buffers)]
+        tensors = [tensor for _, noted in self._held for tensor in noted.values() if tensor is not None]
+        self._seen = [(tensor, tensor.data_ptr(), _version(tensor)) for tensor in tensors]
 
     def unchanged(self) -> bool:
         """Whether they are the same tensors, in the same memory, and nothing has been written into them."""
-        for held, name, tensor, address, version in self._seen:
-            if held.get(name) is not tensor or tensor.data_ptr() != address or _version(tensor) != version:
+        for held, noted in self._held:
+            if held.keys() != noted.keys() or any(held[name] is not tensor for name, tensor in noted.items()):
                 return False
-        return True
+        return all(tensor.data_ptr() == at and _version(tensor) == version for tensor, at, version in self._seen)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -60,10 +56,6 @@ class Patches:
     weights: list[Weights] = field(default_factory=list)
     extra_bytes: int = 0
     forget: list[Callable[[], None]] = field(default_factory=list)
-
-    def current(self) -> bool:
-        """Whether the model's weights are those that the copies were made of."""
-        return all(one.unchanged() for one in self.weights)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -92,12 +84,15 @@ class Patches:
 class Listeners:
     """Who may listen to a model's modules or stand for them: a pass that leaves them out must not happen then.
 
-    Children, hooks, forwards that somebody has put in, and training mode are looked at, of every module.
+    Children, classes and their forwards, hooks, forwards that somebody has put in, and training mode are looked at, of
+    every module.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         modules = list(model.modules())
-        self._children = [(one._modules, name, child) for one in modules for name, child in one._modules.items()]
+        self._children = [(one._modules, dict(one._modules)) for one in modules]
+        self._classes = [(one, type(one)) for one in modules]
+        self._forwards = {kind: kind.forward for _, kind in self._classes}
         self._attributes = [vars(one) for one in modules]
         self._hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
         self._hooks += [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
@@ -107,7 +102,9 @@ class Listeners:
         return (
             not any(self._hooks)
             and not any("forward" in attributes or attributes["training"] for attributes in self._attributes)
-            and all(children.get(name) is child for children, name, child in self._children)
+            and all(children == noted for children, noted in self._children)
+            and all(type(one) is kind for one, kind in self._classes)
+            and all(kind.forward is forward for kind, forward in self._forwards.items())
         )
 
 

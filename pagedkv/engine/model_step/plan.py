@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -36,16 +36,22 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("pagedkv")
 
+MOST_TOKENS = 64
+"""Of the steps that a plan serves, and of the largest that it was tried on: what may bend beyond is not asked."""
+
 # New tokens of each sequence, and the rows wanted (None: each sequence's last). An integer of the calls that differs
-# between them is a + b * tokens + c * rows, which three steps determine; the others try it, a single token among them.
-_STEPS: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...] = (
+# between steps is a + b * tokens + c * rows: three recorded steps determine it, two more and larger ones try it.
+_RECORDED: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...] = (
     ((3, 2), None),
     ((1, 2), None),
     ((2, 1), (0, 1, 2)),
     ((1,), None),
     ((1, 2), (2,)),
 )
+_TRIED = (*_RECORDED, ((9, 14), (3, 20)), ((MOST_TOKENS - 5, 5), None))
 _DETERMINING = 3
+_PAGE_SIZE = sum(counts[0] for counts, _ in _TRIED)
+_REASONS = (CannotRecordError, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 class Differs(Exception):  # noqa: N818  (no error: it says that there is no plan)
@@ -80,15 +86,10 @@ class _RecordingStore:
 
 
 class StepPlan:
-    """Runs steps by the calls that the recorded ones had in common.
+    """Runs steps of up to `MOST_TOKENS` tokens by the calls that the recorded ones had in common."""
 
-    Attributes:
-        constants: the tensors that it reads besides a step's own: weights and tables of the model.
-    """
-
-    def __init__(self, function: GraphModule, constants: list[torch.Tensor]) -> None:
+    def __init__(self, function: GraphModule) -> None:
         self._run = function.forward
-        self.constants = constants
 
     @torch.inference_mode()
     def __call__(self, store: LayerStore, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,56 +111,66 @@ def make_plan(runner: ModelRunner) -> StepPlan | None:
         if runner.gathered_layers:
             raise CannotRecordError(f"layers {sorted(runner.gathered_layers)} are handed their histories")
         with torch.random.fork_rng(devices=[]):
-            recordings, sizes, logits = _record(runner)
-            plan = _compile(recordings, sizes)
-            _try(plan, runner, logits)
-    except (CannotRecordError, Differs) as reason:
+            plan = _compile(*_record(runner))
+            _try(plan, runner)
+    except (*_REASONS, Differs) as reason:
         _LOGGER.debug("%s runs by its modules: %s", type(runner.model).__name__, reason)
         return None
     return plan
 
 
-def _steps(runner: ModelRunner) -> tuple[ProbeStore, list[tuple[list[list[int]], list[int], torch.Tensor | None]]]:
-    """Return an empty store and the steps: tokens and positions of each sequence, and the rows wanted."""
-    store, steps, starts = ProbeStore(runner.spec), [], [0, 0]
+class _Step(NamedTuple):
+    tokens: list[list[int]]
+    starts: list[int]
+    rows: torch.Tensor | None
+
+
+def _store(runner: ModelRunner) -> ProbeStore:
+    store = ProbeStore(runner.spec, _PAGE_SIZE)
     for layer, spec in runner.layer_specs.items():
         store.bind_layer(layer, spec)
-    for place, (counts, rows) in enumerate(_STEPS):
+    return store
+
+
+def _steps(runner: ModelRunner, sizes: Sequence[tuple[tuple[int, ...], tuple[int, ...] | None]]) -> list[_Step]:
+    """Return steps of two texts, one after the other, with new tokens and wanted rows as ``sizes`` says."""
+    steps, starts = [], [0, 0]
+    for place, (counts, rows) in enumerate(sizes):
         at = starts[: len(counts)]
         tokens = [
-            [
-                1 + (37 * start + 101 * place + 53 * i) % (runner.spec.vocab_size - 1)
-                for i in range(start, start + count)
-            ]
+            [1 + (101 * place + 37 * i) % (runner.spec.vocab_size - 1) for i in range(3 * start, 3 * start + count)]
             for start, count in zip(at, counts, strict=True)
         ]
-        steps.append((tokens, at, None if rows is None else torch.tensor(rows)))
+        steps.append(_Step(tokens, at, None if rows is None else torch.tensor(rows)))
         starts = [start + count for start, count in zip(starts, (*counts, 0), strict=False)]
-    return store, steps
+    return steps
 
 
 @torch.inference_mode()
-def _record(runner: ModelRunner) -> tuple[list[Recording], list[tuple[int, int]], list[torch.Tensor]]:
-    """Return the recordings of all steps, their numbers of tokens and rows, and their logits."""
-    store, steps = _steps(runner)
-    recordings, sizes, logits = [], [], []
-    for tokens, starts, rows in steps:
-        batch = store.begin_step(tokens, starts, torch.device("cpu"))
-        wanted = batch.last_rows if rows is None else rows
+def _record(runner: ModelRunner) -> tuple[list[Recording], list[tuple[int, int]]]:
+    """Return the recordings of some steps, with their numbers of tokens and rows."""
+    store, recordings, sizes = _store(runner), [], []
+    for step in _steps(runner, _RECORDED):
+        batch = store.begin_step(step.tokens, step.starts, torch.device("cpu"))
+        wanted = batch.last_rows if step.rows is None else step.rows
         recorder = Recorder([batch.input_ids, batch.position_ids, wanted])
         with recorder:
-            output = runner.forward_on(_RecordingStore(store, recorder), batch, rows)
+            output = runner.forward_on(_RecordingStore(store, recorder), batch, step.rows)
         recordings.append(recorder.finish(output))
         sizes.append((len(batch.input_ids), len(wanted)))
-        logits.append(output)
-    return recordings, sizes, logits
+    return recordings, sizes
 
 
-def _try(plan: StepPlan, runner: ModelRunner, expected: list[torch.Tensor]) -> None:
-    store, steps = _steps(runner)
-    for (tokens, starts, rows), logits in zip(steps, expected, strict=True):
-        if not torch.equal(plan(store, store.begin_step(tokens, starts, torch.device("cpu")), rows), logits):
-            raise Differs(f"its logits of a step of {sum(map(len, tokens))} tokens are others")
+def _try(plan: StepPlan, runner: ModelRunner) -> None:
+    """Compare the plan's bits with the modules', which nobody records, on those steps again and on larger ones."""
+    ours, theirs = _store(runner), _store(runner)
+    for step in _steps(runner, _TRIED):
+        logits, expected = (
+            run(store, store.begin_step(step.tokens, step.starts, torch.device("cpu")), step.rows)
+            for run, store in ((plan, ours), (runner.forward_on, theirs))
+        )
+        if not torch.equal(logits, expected):
+            raise Differs(f"its logits of a step of {sum(map(len, step.tokens))} tokens are others")
 
 
 # ---- From recordings to a function -----------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ def _compile(recordings: Sequence[Recording], sizes: Sequence[tuple[int, int]]) 
     builder = _Builder(constants, sizes)
     for calls in zip(*(one.calls for one in recordings), strict=True):
         builder.add(calls)
-    return StepPlan(builder.finish(first.result), constants)
+    return StepPlan(builder.finish(first.result))
 
 
 def _same_constants(recordings: Sequence[Recording]) -> list[torch.Tensor]:
@@ -245,17 +256,17 @@ class _Builder:
         return first
 
     def _integer(self, values: Sequence[int]) -> Node | int:
-        (one, two, three), (first, second, third) = values[:_DETERMINING], self._sizes[:_DETERMINING]
+        (one, two, three), (first, second, _) = values[:_DETERMINING], self._sizes[:_DETERMINING]
         # The first two steps differ in their tokens alone.
         slope, rest = divmod(one - two, first[0] - second[0])
-        last = three - two - slope * (third[0] - second[0])
-        row_slope, row_rest = divmod(last, third[1] - second[1])
+        # The third has as many tokens as the second, and a row more.
+        row_slope = three - two
         base = one - slope * first[0] - row_slope * first[1]
         fits = all(
             base + slope * tokens + row_slope * rows == value
             for (tokens, rows), value in zip(self._sizes, values, strict=True)
         )
-        if rest or row_rest or not fits:
+        if rest or not fits:
             raise Differs(f"an argument is {list(values)} in steps of {self._sizes} tokens and rows")
         key = (base, slope, row_slope)
         if key not in self._integers:

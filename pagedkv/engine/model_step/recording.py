@@ -25,9 +25,18 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Operators whose outcome follows from content or chance, and methods that read content past the operators.
+# Operators whose outcome follows from content or chance: by their tags; by name those made of such that have none.
 _REFUSED_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_PEEKS = {"tolist", "numpy", "item", "data_ptr", "__array__", "__bool__", "__int__", "__float__", "__index__"}
+_REFUSED = {
+    torch.ops.aten.where.default,
+    torch.ops.aten.nonzero_numpy.default,
+    torch.ops.aten.argwhere.default,
+    torch.ops.aten.one_hot.default,
+    torch.ops.aten.repeat_interleave.self_Tensor,
+    torch.ops.aten.tensor_split.tensor_indices_or_sections,
+}
+# Methods that read content past the operators.
+_PEEKS = {"tolist", "numpy", "item", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 
 _active: ContextVar[Recorder | None] = ContextVar("pagedkv_active_recorder", default=None)
 
@@ -105,7 +114,7 @@ def opaque(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_harmless(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call is of those that a refused operator does without content or chance."""
+    """Whether this call of an operator with a refused tag needs neither content nor chance."""
     if func is torch.ops.aten.index.Tensor:
         return all(index is None or index.dtype in {torch.int64, torch.int32} for index in args[1])
     return func is torch.ops.aten.dropout.default and args[2] is False
@@ -155,9 +164,9 @@ class Recorder(TorchDispatchMode):
         """Run an operator of torch's, and note it."""
         if self.inside:
             return func(*args, **(kwargs or {}))
-        refused = _REFUSED_TAGS.intersection(func.tags)
-        if refused and not _is_harmless(func, args):
-            raise CannotRecordError(f"{func} is {', '.join(tag.name for tag in refused)}")
+        tags = _REFUSED_TAGS.intersection(func.tags)
+        if func in _REFUSED or (tags and not _is_harmless(func, args)):
+            raise CannotRecordError(f"{func} is {', '.join(tag.name for tag in tags) or 'dynamic_output_shape'}")
         return self.call(func, *args, **(kwargs or {}))
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +208,7 @@ class Recorder(TorchDispatchMode):
         single = isinstance(output, torch.Tensor)
         outputs = (output,) if single else output
         if not isinstance(outputs, tuple | list) or not all(isinstance(one, torch.Tensor) for one in outputs):
-            raise CannotRecordError(f"{target} looks at a tensor's content: it returned {type(output).__name__}")
+            raise CannotRecordError(f"{target} returned {type(output).__name__}, not tensors")
         numbers = tuple(map(self._number, outputs))
         self.recording.calls.append(Call(target, args, kwargs, numbers, single))
 

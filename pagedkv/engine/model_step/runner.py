@@ -19,7 +19,7 @@ from pagedkv.engine.model_step.linears import patch_linears
 from pagedkv.engine.model_step.norms import patch_norms
 from pagedkv.engine.model_step.observe import Observed, observe, plain_logits
 from pagedkv.engine.model_step.patches import Listeners, Patches, Weights
-from pagedkv.engine.model_step.plan import make_plan
+from pagedkv.engine.model_step.plan import MOST_TOKENS, StepPlan, make_plan
 from pagedkv.engine.model_step.products import packed_bytes, packing
 from pagedkv.engine.model_step.rotary import patch_rotary
 from pagedkv.native.library import LibraryUnavailableError, load
@@ -51,7 +51,8 @@ class FastRunner:
     Attributes:
         extra_bytes: what the copies take.
 
-    On other devices than the CPU, and in dtypes that the C functions do not know, nothing is replaced.
+    On other devices than the CPU, and in dtypes that the C functions do not know, nothing is replaced. Weights may
+    change between steps, and modules be swapped or listened to; numbers in a model's config and attributes may not.
     """
 
     def __init__(
@@ -70,10 +71,22 @@ class FastRunner:
         """Find what the model's weights as they are now allow."""
         model: Any = self._runner.model
         self._patches = find_patches(model, packed=self._packed, exact=self._exact)
-        self._listeners, self._weights, self._plan = Listeners(model), Weights(*model.modules()), None
-        if self._patches.forwards and self._listeners.none():
-            with self._patches.applied():
-                self._plan = make_plan(self._runner)
+        self._watched = [Weights(*model.modules())]
+        self._listeners = Listeners(model)
+        self._plan: StepPlan | None = None
+        self._planned = model.device.type != "cpu"
+        self._make_plan()
+
+    def _make_plan(self) -> None:
+        """Make the plan unless that was done, or somebody listens to the modules meanwhile."""
+        if self._planned or not self._listeners.none():
+            return
+        self._planned = True
+        with self._patches.applied():
+            self._plan = make_plan(self._runner)
+        if not self._watched[0].unchanged():
+            # A model that writes into its own buffers: a plan would keep no account of it.
+            self._plan, self._watched = None, self._patches.weights
 
     @property
     def has_plan(self) -> bool:
@@ -88,14 +101,16 @@ class FastRunner:
     def forward(self, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step as `ModelRunner.forward` does.
 
-        Weights that have changed since they were copied are copied anew first. While somebody listens to a module, or
-        has put something in its place, the modules run.
+        Weights that have changed since they were copied are copied anew first. In large steps, and while somebody
+        listens to a module or has put something in its place, the modules run.
         """
         with self._thread_pool():
-            if not self._weights.unchanged():
+            if not all(one.unchanged() for one in self._watched):
                 self._look()
-            if self._plan is not None and self._listeners.none():
-                return self._plan(self._runner.backend, batch, rows)
+            if len(batch.position_ids) <= MOST_TOKENS and self._listeners.none():
+                self._make_plan()
+                if self._plan is not None:
+                    return self._plan(self._runner.backend, batch, rows)
             with self._patches.applied():
                 return self._runner.forward(batch, rows)
 
@@ -144,7 +159,7 @@ def _pieces(model: Any, observed: Observed, *, packed: bool, exact: bool) -> Pat
     try:
         load()
     except LibraryUnavailableError as error:
-        _LOGGER.warning("norms, gates and rotary embeddings go the slow way, by torch: %s", error)
+        _LOGGER.warning("linears, norms, gates and rotary embeddings go the slow way, by torch: %s", error)
     else:
         patch_rotary(patches, model, accept)
         if not exact:
