@@ -70,9 +70,9 @@ class Engine:
             By default 1,024, or less where memory is short.
         watermark: the share of the cache that new requests leave free beside running ones, 0 to below 1; by default
             0.01 for pages and 0 for baselines.
-        packed: whether the model's linears run on packed copies of their weights, which double its memory on the CPU
-            (triple it where bfloat16 has to be widened); None: where the copies take a quarter of the free memory or
-            less.
+        packed: whether the model's linears take more than 64 rows over packed copies of their weights, which double its
+            memory on the CPU (triple it where bfloat16 has to be widened); None: where the copies take a quarter of the
+            free memory or less.
         exact: whether every token must be that of the model's own operations, even at a tie; fewer parts are
             faster then.
         threads: of torch's pool while a step runs; None: as many as it has.
