@@ -9,11 +9,9 @@ for every step is tried on steps of other sizes. Where anything differs there is
 from __future__ import annotations
 
 import logging
-import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Node
 
 from pagedkv.engine.model_step.recording import (
     STORE_CALLS,
@@ -27,7 +25,7 @@ from pagedkv.engine.model_step.recording import (
 from pagedkv.transformers.probe import ProbeStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pagedkv.attention import LayerSpec
     from pagedkv.backend import StepBatch
@@ -40,7 +38,7 @@ MOST_TOKENS = 64
 """Of the steps that a plan serves, and of the largest that it was tried on: what may bend beyond is not asked."""
 
 # New tokens of each sequence, and the rows wanted (None: each sequence's last). An integer of the calls that differs
-# between steps is a + b * tokens + c * rows: three recorded steps determine it, two more and larger ones try it.
+# between steps is a + b * tokens + c * rows: three recorded steps determine it, two more and other sizes try it.
 _RECORDED: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...] = (
     ((3, 2), None),
     ((1, 2), None),
@@ -48,10 +46,17 @@ _RECORDED: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...] = (
     ((1,), None),
     ((1, 2), (2,)),
 )
-_TRIED = (*_RECORDED, ((9, 14), (3, 20)), ((MOST_TOKENS - 5, 5), None))
+_TRIED = (
+    *_RECORDED,
+    ((1, 1), None),
+    ((4, 2), (5,)),
+    ((3, 5), None),
+    ((7, 9), (3, 11, 15)),
+    ((14, 9), (3, 20)),
+    ((MOST_TOKENS - 5, 5), None),
+)
 _DETERMINING = 3
 _PAGE_SIZE = sum(counts[0] for counts, _ in _TRIED)
-_REASONS = (CannotRecordError, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 class Differs(Exception):  # noqa: N818  (no error: it says that there is no plan)
@@ -88,18 +93,15 @@ class _RecordingStore:
 class StepPlan:
     """Runs steps of up to `MOST_TOKENS` tokens by the calls that the recorded ones had in common."""
 
-    def __init__(self, function: GraphModule) -> None:
-        self._run = function.forward
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self._run = function
 
     @torch.inference_mode()
     def __call__(self, store: LayerStore, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step as `ModelRunner.forward` does, on ``store``."""
         wanted = batch.last_rows if rows is None else rows
         tokens = batch.input_ids
-        logits: torch.Tensor = self._run(
-            tokens, batch.position_ids, wanted, store, batch, tokens.shape[0], wanted.shape[0]
-        )
-        return logits
+        return self._run(tokens, batch.position_ids, wanted, store, batch, tokens.shape[0], wanted.shape[0])
 
 
 def make_plan(runner: ModelRunner) -> StepPlan | None:
@@ -113,7 +115,7 @@ def make_plan(runner: ModelRunner) -> StepPlan | None:
         with torch.random.fork_rng(devices=[]):
             plan = _compile(*_record(runner))
             _try(plan, runner)
-    except (*_REASONS, Differs) as reason:
+    except Exception as reason:  # whatever it is, the modules serve
         _LOGGER.debug("%s runs by its modules: %s", type(runner.model).__name__, reason)
         return None
     return plan
@@ -181,11 +183,10 @@ def _compile(recordings: Sequence[Recording], sizes: Sequence[tuple[int, int]]) 
     lengths = {(len(one.calls), one.result) for one in recordings}
     if len(lengths) != 1:
         raise Differs(f"steps make {sorted(length for length, _ in lengths)} calls")
-    constants = _same_constants(recordings)
-    builder = _Builder(constants, sizes)
+    writer = _Writer(_same_constants(recordings), sizes)
     for calls in zip(*(one.calls for one in recordings), strict=True):
-        builder.add(calls)
-    return StepPlan(builder.finish(first.result))
+        writer.add(calls)
+    return StepPlan(writer.finish(first.result))
 
 
 def _same_constants(recordings: Sequence[Recording]) -> list[torch.Tensor]:
@@ -199,44 +200,54 @@ def _same_constants(recordings: Sequence[Recording]) -> list[torch.Tensor]:
     return first
 
 
-class _Builder:
-    """Writes calls that all recordings have in common into a graph."""
+_INPUTS = ("v0", "v1", "v2", "store", "batch", "num_tokens", "num_rows")
+
+
+class _Writer:
+    """Writes what all recordings have in common as a function's lines, and drops each value after its last use."""
 
     def __init__(self, constants: list[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> None:
-        self._graph = Graph()
         self._sizes = sizes
-        names = ("input_ids", "position_ids", "rows", "store", "batch", "num_tokens", "num_rows")
-        inputs = [self._graph.placeholder(name) for name in names]
-        self._values: dict[int, Node] = dict(enumerate(inputs[:3]))
-        self._store, self._batch, self._num_tokens, self._num_rows = inputs[3:]
-        self._root = {f"constant_{number}": tensor for number, tensor in enumerate(constants)}
-        self._constants = [self._graph.get_attr(name) for name in self._root]
-        self._integers: dict[tuple[int, int, int], Node | int] = {}
+        self._names: dict[str, Any] = {f"constant{number}": tensor for number, tensor in enumerate(constants)}
+        self._lines: list[str] = []
+        self._last_use: dict[int, int] = {}
 
     def add(self, calls: Sequence[Call]) -> None:
         """Add what is one call in each recording."""
         first = calls[0]
         if any((one.target, one.outputs, one.single) != (first.target, first.outputs, first.single) for one in calls):
             raise Differs(f"steps part at {first.target}")
-        args = self._common([one.args for one in calls])
         if any(one.kwargs.keys() != first.kwargs.keys() for one in calls):
             raise Differs(f"steps name other arguments of {first.target}")
-        kwargs = {name: self._common([one.kwargs[name] for one in calls]) for name in first.kwargs}
+        args = [self._common(values) for values in _columns([one.args for one in calls])]
+        args += [f"{name}={self._common([one.kwargs[name] for one in calls])}" for name in first.kwargs]
         if first.target in STORE_CALLS:
-            kwargs |= {"store": self._store, "batch": self._batch}
-        node = self._graph.call_function(first.target, args, kwargs)
-        for place, number in enumerate(first.outputs):
-            item = node if first.single else self._graph.call_function(operator.getitem, (node, place))
-            self._values[number] = item
+            args += ["store=store", "batch=batch"]
+        results = "".join(f"v{number}, " for number in first.outputs)
+        left = f"{results[:-2] if first.single else results}= " if results else ""
+        self._last_use |= dict.fromkeys(first.outputs, len(self._lines))
+        self._lines.append(f"{left}{self._named(first.target)}({', '.join(args)})")
 
-    def finish(self, result: int) -> GraphModule:
+    def finish(self, result: int) -> Callable[..., torch.Tensor]:
         """Return the function that ends with value number ``result``."""
-        self._graph.output(self._values[result])
-        module = GraphModule(self._root, self._graph)
-        module.recompile()
-        return module
+        lines, dropped = [], dict[int, list[int]]()
+        for value, place in self._last_use.items():
+            if value != result:
+                dropped.setdefault(place, []).append(value)
+        for place, line in enumerate(self._lines):
+            lines += [line, *(f"v{value} = None" for value in dropped.get(place, ()))]
+        body = "".join(f"    {line}\n" for line in [*lines, f"return v{result}"])
+        # The function is taken out of its own globals: nothing of it waits for the garbage collector.
+        exec(compile(f"def run({', '.join(_INPUTS)}):\n{body}", "<plan>", "exec"), self._names)
+        function: Callable[..., torch.Tensor] = self._names.pop("run")
+        return function
 
-    def _common(self, values: Sequence[Any]) -> Any:
+    def _named(self, thing: Any) -> str:
+        name = f"thing{len(self._names)}"
+        self._names[name] = thing
+        return name
+
+    def _common(self, values: Sequence[Any]) -> str:
         """Return the argument that is each of ``values`` in its recording."""
         first = values[0]
         if any(type(one) is not type(first) for one in values):
@@ -244,18 +255,22 @@ class _Builder:
         if isinstance(first, Value | Constant):
             if any(one != first for one in values):
                 raise Differs("an argument comes from different calls")
-            return self._values[first.number] if isinstance(first, Value) else self._constants[first.number]
+            if isinstance(first, Constant):
+                return f"constant{first.number}"
+            self._last_use[first.number] = len(self._lines)
+            return f"v{first.number}"
         if isinstance(first, tuple | list):
-            if len({len(one) for one in values}) != 1:
-                raise Differs("an argument has different lengths")
-            return type(first)(self._common(parts) for parts in zip(*values, strict=True))
+            inner = "".join(f"{self._common(parts)}, " for parts in _columns(values))
+            return f"({inner})" if isinstance(first, tuple) else f"[{inner}]"
         if type(first) is int:
             return self._integer(values)
+        if isinstance(first, dict):
+            raise Differs("an argument is a dict")
         if any(one != first for one in values):
             raise Differs(f"an argument is {first} or something else")
-        return first
+        return self._named(first)
 
-    def _integer(self, values: Sequence[int]) -> Node | int:
+    def _integer(self, values: Sequence[int]) -> str:
         (one, two, three), (first, second, _) = values[:_DETERMINING], self._sizes[:_DETERMINING]
         # The first two steps differ in their tokens alone.
         slope, rest = divmod(one - two, first[0] - second[0])
@@ -268,12 +283,12 @@ class _Builder:
         )
         if rest or not fits:
             raise Differs(f"an argument is {list(values)} in steps of {self._sizes} tokens and rows")
-        key = (base, slope, row_slope)
-        if key not in self._integers:
-            node: Any = base
-            for size, factor in ((self._num_tokens, slope), (self._num_rows, row_slope)):
-                if factor:
-                    scaled = size if factor == 1 else self._graph.call_function(operator.mul, (size, factor))
-                    node = scaled if node == 0 else self._graph.call_function(operator.add, (scaled, node))
-            self._integers[key] = node
-        return self._integers[key]
+        terms = [f"{factor} * {size}" for size, factor in (("num_tokens", slope), ("num_rows", row_slope)) if factor]
+        return " + ".join([*terms, str(base)] if base or not terms else terms)
+
+
+def _columns(values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield what stands at each place of sequences, which must be of one length."""
+    if len({len(one) for one in values}) != 1:
+        raise Differs("an argument has different lengths")
+    yield from zip(*values, strict=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -121,17 +121,13 @@ def _is_harmless(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 class _NoPeeking(TorchFunctionMode):
-    """Refuses what reads a tensor's content without an operator."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
+    """Refuses what reads a tensor's content without an operator, for the active recorder."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch's."""
-        name = getattr(func, "__name__", "")
-        if name in _PEEKS and not self._recorder.inside:
-            raise CannotRecordError(f"{name} looks at a tensor's content")
+        recorder, name = _active.get(), getattr(func, "__name__", "")
+        if name in _PEEKS and recorder is not None and not recorder.inside:
+            recorder.refuse(f"{name} looks at a tensor's content")
         return func(*args, **(kwargs or {}))
 
 
@@ -142,11 +138,12 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording(list(inputs))
         self.inside = False
+        self._refused: CannotRecordError | None = None
         # The tensors are kept: an address that is free may be another tensor's a moment later.
         self._values: dict[int, tuple[int, torch.Tensor]] = {}
         self._count = 0
         self._constants: dict[int, tuple[int, torch.Tensor]] = {}
-        self._no_peeking = _NoPeeking(self)
+        self._no_peeking = _NoPeeking()
         for tensor in inputs:
             self._number(tensor)
 
@@ -166,7 +163,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         tags = _REFUSED_TAGS.intersection(func.tags)
         if func in _REFUSED or (tags and not _is_harmless(func, args)):
-            raise CannotRecordError(f"{func} is {', '.join(tag.name for tag in tags) or 'dynamic_output_shape'}")
+            self.refuse(f"{func} is {', '.join(tag.name for tag in tags) or 'dynamic_output_shape'}")
         return self.call(func, *args, **(kwargs or {}))
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -196,11 +193,18 @@ class Recorder(TorchDispatchMode):
         """Note that a layer's attention gave ``output``."""
         self._note(attend, self._told((layer, q)), {}, output)
 
+    def refuse(self, reason: str) -> NoReturn:
+        """Give the recording up, also where the forward pass catches what is raised here."""
+        self._refused = CannotRecordError(reason)
+        raise self._refused
+
     def finish(self, result: torch.Tensor) -> Recording:
         """Say what the forward pass returned."""
         told = self._told(result)
+        if self._refused is not None:
+            raise self._refused
         if not isinstance(told, Value):
-            raise CannotRecordError("its result is none of its own tensors")
+            self.refuse("its result is none of its own tensors")
         self.recording.result = told.number
         return self.recording
 
@@ -208,7 +212,7 @@ class Recorder(TorchDispatchMode):
         single = isinstance(output, torch.Tensor)
         outputs = (output,) if single else output
         if not isinstance(outputs, tuple | list) or not all(isinstance(one, torch.Tensor) for one in outputs):
-            raise CannotRecordError(f"{target} returned {type(output).__name__}, not tensors")
+            self.refuse(f"{target} returned {type(output).__name__}, not tensors")
         numbers = tuple(map(self._number, outputs))
         self.recording.calls.append(Call(target, args, kwargs, numbers, single))
 

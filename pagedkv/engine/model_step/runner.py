@@ -18,7 +18,7 @@ from pagedkv.engine.model_step.gates import patch_gates
 from pagedkv.engine.model_step.linears import patch_linears
 from pagedkv.engine.model_step.norms import patch_norms
 from pagedkv.engine.model_step.observe import Observed, observe, plain_logits
-from pagedkv.engine.model_step.patches import Listeners, Patches, Weights
+from pagedkv.engine.model_step.patches import Patches, Structure, Weights
 from pagedkv.engine.model_step.plan import MOST_TOKENS, StepPlan, make_plan
 from pagedkv.engine.model_step.products import packed_bytes, packing
 from pagedkv.engine.model_step.rotary import patch_rotary
@@ -51,8 +51,8 @@ class FastRunner:
     Attributes:
         extra_bytes: what the copies take.
 
-    On other devices than the CPU, and in dtypes that the C functions do not know, nothing is replaced. Weights may
-    change between steps, and modules be swapped or listened to; numbers in a model's config and attributes may not.
+    On other devices than the CPU, and in dtypes that the C functions do not know, nothing is replaced. Weights and
+    attributes of modules may change between steps; what stands inside an attribute, in the config say, may not.
     """
 
     def __init__(
@@ -71,22 +71,23 @@ class FastRunner:
         """Find what the model's weights as they are now allow."""
         model: Any = self._runner.model
         self._patches = find_patches(model, packed=self._packed, exact=self._exact)
-        self._watched = [Weights(*model.modules())]
-        self._listeners = Listeners(model)
+        self._watched = self._patches.weights
+        self._structure = Structure(model)
         self._plan: StepPlan | None = None
         self._planned = model.device.type != "cpu"
         self._make_plan()
 
     def _make_plan(self) -> None:
         """Make the plan unless that was done, or somebody listens to the modules meanwhile."""
-        if self._planned or not self._listeners.none():
+        if self._planned or not self._structure.unchanged():
             return
         self._planned = True
+        weights = Weights(*self._runner.model.modules())
         with self._patches.applied():
-            self._plan = make_plan(self._runner)
-        if not self._watched[0].unchanged():
-            # A model that writes into its own buffers: a plan would keep no account of it.
-            self._plan, self._watched = None, self._patches.weights
+            plan = make_plan(self._runner)
+        # A model that leaves something behind in its buffers or attributes would miss it.
+        if plan is not None and weights.unchanged() and self._structure.unchanged():
+            self._plan, self._watched = plan, [weights]
 
     @property
     def has_plan(self) -> bool:
@@ -101,13 +102,13 @@ class FastRunner:
     def forward(self, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step as `ModelRunner.forward` does.
 
-        Weights that have changed since they were copied are copied anew first. In large steps, and while somebody
-        listens to a module or has put something in its place, the modules run.
+        Weights that have changed since they were copied are copied anew first. In large steps, and while a module has
+        another attribute than it had, a listener, or something in its place, the modules run.
         """
         with self._thread_pool():
             if not all(one.unchanged() for one in self._watched):
                 self._look()
-            if len(batch.position_ids) <= MOST_TOKENS and self._listeners.none():
+            if len(batch.position_ids) <= MOST_TOKENS and self._structure.unchanged():
                 self._make_plan()
                 if self._plan is not None:
                     return self._plan(self._runner.backend, batch, rows)
