@@ -30,11 +30,15 @@ _STEPS = ((3, 2), (1, 3))
 
 
 class ProbeStore:
-    """K and V of two short sequences, of at most ``page_size`` tokens each: sequence ``i`` is page ``i + 1``."""
+    """K and V of two short sequences, of at most ``page_size`` tokens each: sequence ``i`` is page ``i + 1``.
 
-    def __init__(self, spec: KVSpec, page_size: int = _PAGE_SIZE) -> None:
+    Attention is ``backend``'s, by default the reference's.
+    """
+
+    def __init__(self, spec: KVSpec, page_size: int = _PAGE_SIZE, backend: str | None = "reference") -> None:
         self._layers = spec.layers
         self._page_size = page_size
+        self._backend = backend
         self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._specs: dict[int, LayerSpec] = {}
 
@@ -64,11 +68,11 @@ class ProbeStore:
         write_kv(k, v, *self._pages[layer], self._slots.to(k.device))
 
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Attend by the reference."""
+        """Attend by the store's backend."""
         kv_lens, cu_q_lens = (part.to(q.device) for part in self._attention)
         tables = torch.arange(1, len(batch.q_lens) + 1, dtype=torch.int32, device=q.device).unsqueeze(1)
         attention = AttentionBatch(tables, kv_lens, cu_q_lens, *self._longest)
-        return paged_attention(q, *self._pages[layer], attention, self._specs[layer], backend="reference")
+        return paged_attention(q, *self._pages[layer], attention, self._specs[layer], backend=self._backend)
 
     def _pages_like(self, states: torch.Tensor) -> torch.Tensor:
         _, num_heads, dim = states.shape

@@ -128,7 +128,8 @@ class _Step(NamedTuple):
 
 
 def _store(runner: ModelRunner) -> ProbeStore:
-    store = ProbeStore(runner.spec, _PAGE_SIZE)
+    # Both sides of a comparison attend by the same backend: the fastest will do.
+    store = ProbeStore(runner.spec, _PAGE_SIZE, backend=None)
     for layer, spec in runner.layer_specs.items():
         store.bind_layer(layer, spec)
     return store
