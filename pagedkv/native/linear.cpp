@@ -101,12 +101,14 @@ void outputs(const pagedkv_linear_layer &layer, int64_t first, const Inputs &inp
     }
 }
 
+int64_t groups_of(const pagedkv_linear_layer &layer) { return (layer.out_features + kWeightRows - 1) / kWeightRows; }
+
 // The layers' outputs in groups of kWeightRows, numbered through; a thread takes consecutive ones.
 template <class Element>
 void groups(const pagedkv_linear_layer *layers, int64_t num_layers, int64_t begin, int64_t end, const Inputs &inputs,
             Element *out, int64_t out_stride) {
     for (const pagedkv_linear_layer *layer = layers; layer < layers + num_layers && end > 0; layer++) {
-        const int64_t count = (layer->out_features + kWeightRows - 1) / kWeightRows;
+        const int64_t count = groups_of(*layer);
         for (int64_t group = std::max<int64_t>(begin, 0); group < std::min(end, count); group++) {
             const int64_t first = group * kWeightRows;
             if (first + kWeightRows <= layer->out_features) {
@@ -151,14 +153,14 @@ int32_t pagedkv_linear(const pagedkv_linear_layer *layers, int64_t num_layers, c
     using namespace pagedkv;
     int64_t count = 0, features = 0;
     for (int64_t i = 0; i < num_layers; i++) {
-        count += (layers[i].out_features + kWeightRows - 1) / kWeightRows;
+        count += groups_of(layers[i]);
         features += layers[i].out_features;
     }
     bool room = true;
     const int32_t known = with_element(dtype, [&](auto kind) {
         using Element = decltype(kind);
         // By blocks, so that what is widened stays small; weights read again for 64 rows cost little beside their products.
-        for (int64_t row = 0; row < rows && room; row += kBlockRows) {
+        for (int64_t row = 0; row < rows; row += kBlockRows) {
             Inputs inputs{nullptr, 0, std::min(kBlockRows, rows - row), in_features};
             room = widen_inputs(static_cast<const Element *>(x) + row * x_stride, x_stride, inputs);
             if (!room) return;

@@ -42,15 +42,14 @@ class RaggedForward:
         self._configs = list({id(one): one for one in modules if isinstance(one, PreTrainedConfig)}.values())
 
     @torch.inference_mode()
-    def __call__(self, cache: RaggedCache, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the step of ``cache``; return float32 logits ``[n, vocab]`` of the tokens ``rows``, or of each last one.
+    def __call__(self, cache: RaggedCache) -> torch.Tensor:
+        """Run the step of ``cache``; return float32 logits ``[n, vocab]`` of its ``rows``.
 
         Raises:
             UnsupportedModel: if a layer says something that the cache cannot honour; K and V of the step may be
                 written by then, and the step is to be abandoned.
         """
         batch = cache.batch
-        cache.rows = batch.last_rows if rows is None else rows
         with implementation(self._configs, IMPLEMENTATION), active(cache):
             output = self.model(
                 input_ids=batch.input_ids.unsqueeze(0),
@@ -75,9 +74,17 @@ class RaggedForward:
             positions = torch.arange(len(tokens), device=self.model.device).unsqueeze(0)
             return _logits(self.model(input_ids=ids, position_ids=positions, use_cache=False))[0].float()
 
-    def cache(self, store: LayerStore, batch: StepBatch, routes: LayerRoutes, *, learning: bool = False) -> RaggedCache:
-        """Return the cache object of one step."""
-        return RaggedCache(self.spec, store, batch, routes, learning=learning)
+    def cache(
+        self,
+        store: LayerStore,
+        batch: StepBatch,
+        routes: LayerRoutes,
+        *,
+        rows: torch.Tensor | None = None,
+        learning: bool = False,
+    ) -> RaggedCache:
+        """Return the cache object of one step; ``rows`` are the tokens whose logits are wanted, or each last one."""
+        return RaggedCache(self.spec, store, batch, routes, rows=rows, learning=learning)
 
 
 def _logits(output: Any) -> torch.Tensor:

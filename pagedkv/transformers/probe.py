@@ -125,9 +125,14 @@ def learn_layers(forward: RaggedForward) -> LayerRoutes:
     return routes
 
 
+def trial_tokens(count: int, vocab_size: int) -> list[int]:
+    """Return so many tokens of a text to try a model with: none of them 0, seldom two alike."""
+    return [1 + 37 * i % (vocab_size - 1) for i in range(1, count + 1)]
+
+
 def _texts(spec: KVSpec) -> list[list[int]]:
     lengths = [sum(counts) for counts in zip(*_STEPS, strict=True)]
-    ids = [1 + 37 * i % (spec.vocab_size - 1) for i in range(1, sum(lengths) + 1)]
+    ids = trial_tokens(sum(lengths), spec.vocab_size)
     return [ids[: lengths[0]], ids[lengths[0] :]]
 
 

@@ -101,13 +101,14 @@ class RaggedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         batch: StepBatch,
         routes: LayerRoutes,
         *,
+        rows: torch.Tensor | None = None,
         learning: bool = False,
     ) -> None:
         super().__init__(layers=[])
         self.spec = spec
         self.store = store
         self.batch = batch
-        self.rows = batch.last_rows
+        self.rows = batch.last_rows if rows is None else rows
         self.routes = routes
         self.learning = learning
         self.total_q = sum(batch.q_lens)

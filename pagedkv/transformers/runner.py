@@ -96,4 +96,4 @@ class ModelRunner:
 
     def forward_on(self, store: LayerStore, batch: StepBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step of another ``store`` than the backend, as `forward` does, without graphs."""
-        return self._forward(self._forward.cache(store, batch, self._routes), rows)
+        return self._forward(self._forward.cache(store, batch, self._routes, rows=rows))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import random
 import re
-import sys
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,9 +12,9 @@ import torch
 
 from pagedkv import Engine, PagedKVCache, SamplingParams
 from pagedkv.engine.model_step import plan as plans
-from pagedkv.engine.model_step.runner import FastRunner
 from pagedkv.spec import UnsupportedModel
-from pagedkv.transformers import ModelRunner, observe_kv_spec
+from pagedkv.transformers import ModelRunner
+from tests.engine.planned import run, runner_of, twisted
 from tests.engine.test_model_step import compiled, prompts
 from tests.tiny_models import build, stock_greedy, tiny, tiny_config
 from tests.transformers import tiny_zoo
@@ -28,37 +25,6 @@ if TYPE_CHECKING:
 pytestmark = compiled
 
 PLANNED = ["llama", "llama_mha", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "phi"]
-
-
-def runner_of(model: Any, **options: Any) -> tuple[FastRunner, PagedKVCache]:
-    """Return a fast runner and its cache."""
-    shape: dict[str, Any] = {"num_pages": 256, "page_size": 4, "dtype": model.dtype, "prefix_cache": False}
-    cache = PagedKVCache.from_spec(observe_kv_spec(model), **shape)
-    return FastRunner(ModelRunner(model, cache), **options), cache
-
-
-def run(runner: FastRunner, cache: PagedKVCache, *, planned: bool, seed: int = 0) -> list[torch.Tensor]:
-    """Return the logits of some ragged steps of up to 90 tokens, by the plan or by the modules."""
-    draw, vocab_size = random.Random(seed), cache.spec.vocab_size
-    texts = [[draw.randrange(1, vocab_size) for _ in range(96)] for _ in range(3)]
-    sequences = [cache.open(text) for text in texts]
-    if not planned:
-        runner._plan = None
-    logits = []
-    for counts in ((1, 0, 0), (70, 3, 17), (1, 1, 1), (5, 0, 2), (1, 30, 1)):
-        steps = {
-            sequence: text[sequence.num_tokens : sequence.num_tokens + count]
-            for sequence, text, count in zip(sequences, texts, counts, strict=True)
-            if count
-        }
-        batch = cache.begin_step(steps)
-        total = sum(counts)
-        rows = torch.tensor([draw.randrange(total) for _ in range(draw.randint(1, total))])
-        logits.append(runner.forward(batch, rows if total > len(steps) else None))
-        cache.end_step(batch)
-    for sequence in sequences:
-        sequence.close()
-    return logits
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -82,19 +48,6 @@ def test_half_types_are_planned(dtype: torch.dtype) -> None:
     planned = run(runner, cache, planned=True)
     assert all(map(torch.equal, planned, run(runner, cache, planned=False)))
     assert {one.dtype for one in planned} == {torch.float32}
-
-
-def twisted(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
-    """Return a llama whose first layer's output goes through ``change``."""
-    model = build(tiny_config("llama"))
-    layer = model.model.layers[0]
-
-    class Twisted(type(layer)):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return change(self, super().forward(*args, **kwargs))
-
-    layer.__class__ = Twisted
-    return model
 
 
 def by_content(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -194,8 +147,8 @@ def test_no_plan_where_steps_differ(
     runner, _ = runner_of(twisted(change))
 
     assert not runner.has_plan
-    caplog.records[:] = [one for one in caplog.records if "runs by its modules" in one.getMessage()]
-    assert re.search(why, caplog.records[-1].getMessage())
+    reasons = [message for message in caplog.messages if "runs by its modules" in message]
+    assert re.search(why, reasons[-1])
 
 
 def test_no_plan_of_chance() -> None:
@@ -221,162 +174,6 @@ def test_integers_follow_tokens_and_rows() -> None:
     assert all(map(torch.equal, planned, run(runner, cache, planned=False)))
 
 
-def test_modules_run_while_somebody_listens() -> None:
-    """A hook, a forward put in, a module put in another's place: from the next step on, and while it lasts."""
-    model = build(tiny_config("llama"))
-    engine = Engine(model, num_pages=32, prefix_cache=False)
-    layer, text, heard = model.model.layers[1], [3, 1, 4, 1, 5], list[int]()
-    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-
-    def answer() -> list[int]:
-        return list(engine.generate([text], params)[0].token_ids)
-
-    own = answer()
-    handle = layer.register_forward_hook(lambda *_: heard.append(1))
-    assert answer() == own
-    assert len(heard) == 4
-    handle.remove()
-    assert answer() == own
-    assert len(heard) == 4
-
-    layer.mlp.forward = torch.zeros_like
-    assert answer() == stock_greedy(model, text, 4)
-    del layer.mlp.forward
-    assert answer() == own
-
-    mlp, layer.mlp = layer.mlp, torch.nn.Identity()
-    assert answer() == stock_greedy(model, text, 4)
-    layer.mlp = mlp
-    assert answer() == own
-
-    class Other(type(layer)):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return -super().forward(*args, **kwargs)
-
-    layer.__class__, was = Other, type(layer)
-    assert answer() == stock_greedy(model, text, 4) != own
-    layer.__class__ = was
-    assert answer() == own
-
-
-def test_attributes_that_change_are_seen() -> None:
-    """An adapter that is switched by an attribute, a number or a tensor, counts from the next step on."""
-    model = twisted(lambda own, x: x * getattr(own, "factor", 1))
-    engine = Engine(model, num_pages=32, prefix_cache=False)
-    layer, text, params = model.model.layers[0], [3, 1, 4], SamplingParams(max_new_tokens=5, ignore_eos=True)
-    answers = []
-    for factor in (None, -1, torch.tensor(-3.0), None):
-        if factor is None:
-            layer.__dict__.pop("factor", None)
-        else:
-            layer.factor = factor
-        answers.append(engine.generate([text], params)[0].token_ids)
-        assert list(answers[-1]) == stock_greedy(model, text, 5)
-
-    assert answers[0] == answers[3]
-    assert len(set(answers)) > 1
-
-
-def test_what_a_forward_leaves_behind_is_left() -> None:
-    """A model that keeps something of each step in an attribute runs by its modules."""
-
-    def keeping(own: Any, x: torch.Tensor) -> torch.Tensor:
-        own.__dict__["seen"] = x
-        return x
-
-    model = twisted(keeping)
-    runner, cache = runner_of(model)
-    run(runner, cache, planned=True)
-
-    assert not runner.has_plan
-    assert model.model.layers[0].seen.shape[1] == 32
-
-
-def with_trace(model: Any) -> None:
-    """Put a traced module in an MLP's place."""
-    model.model.layers[0].mlp = torch.jit.trace(  # type: ignore[no-untyped-call]
-        model.model.layers[0].mlp, torch.randn(1, 5, 32)
-    )
-
-
-def with_sparse_buffer(model: Any) -> None:
-    """Add a buffer that has no address."""
-    model.model.layers[0].register_buffer("adjacency", torch.eye(4).to_sparse())
-
-
-def with_lazy_layer(model: Any) -> None:
-    """Add a layer without weights yet."""
-    model.model.layers[0].extra = torch.nn.LazyLinear(4).eval()
-
-
-def with_limit(model: Any) -> None:
-    """Refuse steps of more than 32 tokens."""
-    forward = type(model.model.layers[0]).forward
-
-    class Limited(type(model.model.layers[0])):  # type: ignore[misc]
-        def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-            assert x.shape[1] <= 32
-            return forward(self, x, **kwargs)
-
-    model.model.layers[0].__class__ = Limited
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("change", [with_trace, with_sparse_buffer, with_lazy_layer, with_limit])
-def test_odd_models_are_served(change: Callable[[Any], None]) -> None:
-    """What cannot be looked at, recorded or tried is no reason to refuse a model."""
-    model, text = build(tiny_config("llama")), [3, 1, 4]
-    change(model)
-    engine = Engine(model, num_pages=32, max_step_tokens=32, max_batch=8)
-    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-
-    assert list(engine.generate([text], params)[0].token_ids) == stock_greedy(model, text, 4)
-
-
-def test_an_old_plan_goes_at_once() -> None:
-    """With new weights the old plan and its copies are freed without the garbage collector."""
-    model = build(tiny_config("llama"))
-    runner, cache = runner_of(model, packed=True)
-    assert runner._plan is not None
-    old = weakref.ref(runner._plan._run)
-    gc.disable()
-    try:
-        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
-        run(runner, cache, planned=True)
-        assert old() is None
-    finally:
-        gc.enable()
-    assert runner.has_plan
-
-
-def test_two_engines_of_one_model_in_two_threads() -> None:
-    """They answer as one does, and the family's functions are the library's own afterwards."""
-    model, texts = build(tiny_config("llama")), prompts(6)
-    names = vars(sys.modules[type(model).__module__])
-    rotary, params = names["apply_rotary_pos_emb"], SamplingParams(max_new_tokens=6, ignore_eos=True)
-    engines = [Engine(model, num_pages=64, page_size=4, max_step_tokens=256) for _ in range(2)]
-    for layer in model.model.layers:
-        layer.noted = 1  # both go by the modules
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda engine: [engine.generate(texts, params) for _ in range(5)], engines))
-
-    expected = [stock_greedy(model, text, 6) for text in texts]
-    assert all([list(one.token_ids) for one in batch] == expected for rounds in answers for batch in rounds)
-    assert names["apply_rotary_pos_emb"] is rotary
-
-
-def test_a_plan_is_made_once_nobody_listens_any_more() -> None:
-    """A hook that is there when the engine is made keeps the plan away only as long as it is there."""
-    model = build(tiny_config("llama"))
-    handle = model.model.norm.register_forward_hook(lambda *_: None)
-    runner, cache = runner_of(model)
-    assert not runner.has_plan
-    handle.remove()
-    run(runner, cache, planned=True)
-
-    assert runner.has_plan
-
-
 def test_large_steps_run_by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan serves steps up to the size that it was tried on."""
     runner, cache = runner_of(tiny("llama"))
@@ -391,54 +188,8 @@ def test_large_steps_run_by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heard == [plans.MOST_TOKENS + 1]
 
 
-@pytest.mark.parametrize("listened", [False, True])
-def test_a_model_that_writes_its_buffers_runs_by_modules(*, listened: bool) -> None:
-    """Its own writing is no change of weights that anybody made: nothing is looked at anew."""
-    model = build(tiny_config("llama"))
-    layer = model.model.layers[0]
-    layer.register_buffer("count", torch.zeros(()))
-
-    class Counting(type(layer)):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            self.count.add_(1)
-            return super().forward(*args, **kwargs)
-
-    layer.__class__ = Counting
-    handle = model.model.norm.register_forward_hook(lambda *_: None) if listened else None
-    runner, cache = runner_of(model)
-    patches = runner._patches
-    run(runner, cache, planned=True)
-    if handle is not None:
-        handle.remove()
-        run(runner, cache, planned=True)
-
-    assert not runner.has_plan
-    assert runner._patches is patches
-    assert layer.count > 0
-
-
-def test_changed_weights_make_a_new_plan() -> None:
-    """Weights that no replacement holds count too: an embedding written in place, a norm in another's place."""
-    model, text = build(tiny_config("llama")), [3, 1, 4, 1, 5]
-    engine = Engine(model, num_pages=32, prefix_cache=False)
-    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    answers = []
-    for change in range(4):
-        answers.append(engine.generate([text], params)[0].token_ids)
-        assert list(answers[-1]) == stock_greedy(model, text, 6)
-        if change == 0:
-            with torch.no_grad():
-                model.model.embed_tokens.weight.mul_(-3)
-        elif change == 1:
-            model.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight.detach())
-        else:
-            model.lm_head.bias = torch.nn.Parameter(torch.randn(len(model.lm_head.weight)) * 9)
-
-    assert len(set(answers)) == 4
-
-
 def test_a_step_leaves_nothing_behind() -> None:
-    """Neither what a step made nor its batch outlives it, also where attention raised."""
+    """Neither what a step made nor its batch outlives it."""
     runner, cache = runner_of(tiny("llama"))
     sequence = cache.open([1, 2, 3])
     batch = cache.begin_step({sequence: [1, 2, 3]})
@@ -482,5 +233,5 @@ def test_engines_answer_as_the_model(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(model, num_pages=64, page_size=4, max_step_tokens=24)
     answers = engine.generate(texts, SamplingParams(max_new_tokens=8, ignore_eos=True))
 
-    assert not [one for one in caplog.records if "runs by its modules" in one.getMessage()]
+    assert not [message for message in caplog.messages if "runs by its modules" in message]
     assert [list(one.token_ids) for one in answers] == [stock_greedy(model, text, 8) for text in texts]

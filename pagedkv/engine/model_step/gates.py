@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedkv.engine.model_step.linears import eligible, faster, parameters
-from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
+from pagedkv.engine.model_step.patches import Patches, plain_forward
 from pagedkv.engine.model_step.products import plain_product
 from pagedkv.engine.model_step.recording import opaque
+from pagedkv.engine.model_step.watching import Weights
 from pagedkv.native import bound_ops, step_ops
 
 if TYPE_CHECKING:

@@ -6,12 +6,13 @@ out their part when they are called with that same object, and compute their own
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import linear
 
-from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
+from pagedkv.engine.model_step.patches import Patches, plain_forward
 from pagedkv.engine.model_step.products import (
     by_rows,
     own_product,
@@ -21,6 +22,7 @@ from pagedkv.engine.model_step.products import (
     plain_product,
 )
 from pagedkv.engine.model_step.recording import opaque
+from pagedkv.engine.model_step.watching import Weights
 from pagedkv.native.library import LibraryUnavailableError
 
 if TYPE_CHECKING:
@@ -104,10 +106,8 @@ def faster(linears: Sequence[torch.nn.Linear], accept: Acceptance, *, pack: bool
     few = many = None
     # Rounded to a half type, sums in another order are equal on most inputs, not on all.
     if not accept.exact:
-        try:
+        with suppress(LibraryUnavailableError, TypeError, ValueError):
             few = own_product(weights, biases)
-        except (LibraryUnavailableError, TypeError, ValueError):
-            few = None
         if few is not None and not _equal(few, theirs, accept, _FEW_ROWS, width):
             few = None
     if pack:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedkv.engine.model_step.patches import Patches, Weights, plain_forward
+from pagedkv.engine.model_step.patches import Patches, plain_forward
 from pagedkv.engine.model_step.recording import opaque
+from pagedkv.engine.model_step.watching import Weights
 from pagedkv.native import bound_ops
 
 if TYPE_CHECKING:

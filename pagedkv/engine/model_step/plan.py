@@ -21,8 +21,10 @@ from pagedkv.engine.model_step.recording import (
     Recorder,
     Recording,
     Value,
+    attend,
+    write,
 )
-from pagedkv.transformers.probe import ProbeStore
+from pagedkv.transformers.probe import ProbeStore, trial_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,14 +73,10 @@ class _RecordingStore:
         self._recorder = recorder
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: StepBatch) -> None:
-        with self._recorder.one_call():
-            self._store.write(layer, k, v, batch)
-        self._recorder.write(layer, k, v)
+        self._recorder.call(write, layer, k, v, store=self._store, batch=batch)
 
     def attend(self, layer: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        with self._recorder.one_call():
-            output = self._store.attend(layer, q, batch)
-        self._recorder.attend(layer, q, output)
+        output: torch.Tensor = self._recorder.call(attend, layer, q, store=self._store, batch=batch)
         return output
 
     def bind_layer(self, layer: int, spec: LayerSpec) -> None:
@@ -137,13 +135,12 @@ def _store(runner: ModelRunner) -> ProbeStore:
 
 def _steps(runner: ModelRunner, sizes: Sequence[tuple[tuple[int, ...], tuple[int, ...] | None]]) -> list[_Step]:
     """Return steps of two texts, one after the other, with new tokens and wanted rows as ``sizes`` says."""
+    ids = trial_tokens(2 * _PAGE_SIZE, runner.spec.vocab_size)
+    texts = (ids[:_PAGE_SIZE], ids[_PAGE_SIZE:])
     steps, starts = [], [0, 0]
-    for place, (counts, rows) in enumerate(sizes):
+    for counts, rows in sizes:
         at = starts[: len(counts)]
-        tokens = [
-            [1 + (101 * place + 37 * i) % (runner.spec.vocab_size - 1) for i in range(3 * start, 3 * start + count)]
-            for start, count in zip(at, counts, strict=True)
-        ]
+        tokens = [text[start : start + count] for text, start, count in zip(texts, at, counts, strict=False)]
         steps.append(_Step(tokens, at, None if rows is None else torch.tensor(rows)))
         starts = [start + count for start, count in zip(starts, (*counts, 0), strict=False)]
     return steps

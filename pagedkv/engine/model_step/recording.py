@@ -6,7 +6,6 @@ that looks at a tensor's content, or draws random numbers, cannot be told as suc
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pagedkv.backend import StepBatch
     from pagedkv.transformers.ragged_cache import LayerStore
@@ -73,21 +72,20 @@ class Recording:
     """A forward pass on one step.
 
     Attributes:
-        inputs: its first values, by number.
         calls: what it did, in order.
         constants: tensors that it used and had not made.
         result: the number of what it returned.
     """
 
-    inputs: list[torch.Tensor]
     calls: list[Call] = field(default_factory=list)
     constants: list[torch.Tensor] = field(default_factory=list)
     result: int = -1
 
 
-def write(layer: int, k: torch.Tensor, v: torch.Tensor, *, store: LayerStore, batch: StepBatch) -> None:
-    """Store a layer's K and V in the step's cache."""
+def write(layer: int, k: torch.Tensor, v: torch.Tensor, *, store: LayerStore, batch: StepBatch) -> tuple[()]:
+    """Store a layer's K and V in the step's cache; return no tensors."""
     store.write(layer, k, v, batch)
+    return ()
 
 
 def attend(layer: int, q: torch.Tensor, *, store: LayerStore, batch: StepBatch) -> torch.Tensor:
@@ -96,7 +94,7 @@ def attend(layer: int, q: torch.Tensor, *, store: LayerStore, batch: StepBatch) 
 
 
 STORE_CALLS = (write, attend)
-"""Targets that get the step's ``store`` and ``batch`` besides their recorded arguments."""
+"""Targets whose keywords, the ``store`` and ``batch`` of a step, are not recorded: each step has its own."""
 
 
 def opaque(function: Callable[P, R]) -> Callable[P, R]:
@@ -132,11 +130,16 @@ class _NoPeeking(TorchFunctionMode):
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs in its context, on ``inputs``; ``inside`` says whether that is part of a call already noted."""
+    """Records what runs in its context; its first values are ``inputs``.
+
+    Attributes:
+        recording: what was noted so far.
+        inside: whether what runs is part of a call that will be noted as one.
+    """
 
     def __init__(self, inputs: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = Recording(list(inputs))
+        self.recording = Recording()
         self.inside = False
         self._refused: CannotRecordError | None = None
         # The tensors are kept: an address that is free may be another tensor's a moment later.
@@ -170,28 +173,14 @@ class Recorder(TorchDispatchMode):
         """Run ``target`` as one call, and note it."""
         if self.inside:
             return target(*args, **kwargs)
-        told = (self._told(args), self._told(kwargs))
-        with self.one_call():
-            output = target(*args, **kwargs)
-        self._note(target, *told, output)
-        return output
-
-    @contextmanager
-    def one_call(self) -> Iterator[None]:
-        """Take what runs inside for a part of one call."""
+        told = (self._told(args), {} if target in STORE_CALLS else self._told(kwargs))
         self.inside = True
         try:
-            yield
+            output = target(*args, **kwargs)
         finally:
             self.inside = False
-
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Note that a layer stores K and V."""
-        self._note(write, self._told((layer, k, v)), {}, ())
-
-    def attend(self, layer: int, q: torch.Tensor, output: torch.Tensor) -> None:
-        """Note that a layer's attention gave ``output``."""
-        self._note(attend, self._told((layer, q)), {}, output)
+        self._note(target, *told, output)
+        return output
 
     def refuse(self, reason: str) -> NoReturn:
         """Give the recording up, also where the forward pass catches what is raised here."""

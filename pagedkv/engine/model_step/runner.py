@@ -18,12 +18,14 @@ from pagedkv.engine.model_step.gates import patch_gates
 from pagedkv.engine.model_step.linears import patch_linears
 from pagedkv.engine.model_step.norms import patch_norms
 from pagedkv.engine.model_step.observe import Observed, observe, plain_logits
-from pagedkv.engine.model_step.patches import Patches, Structure, Weights
+from pagedkv.engine.model_step.patches import Patches
 from pagedkv.engine.model_step.plan import MOST_TOKENS, StepPlan, make_plan
 from pagedkv.engine.model_step.products import packed_bytes, packing
 from pagedkv.engine.model_step.rotary import patch_rotary
+from pagedkv.engine.model_step.watching import Structure, Weights
 from pagedkv.native.library import LibraryUnavailableError, load
 from pagedkv.sizing import free_memory
+from pagedkv.transformers.probe import trial_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +140,7 @@ def find_patches(model: Any, *, packed: bool, exact: bool) -> Patches:
     if model.device.type != "cpu" or model.dtype not in {torch.float32, torch.bfloat16, torch.float16}:
         return Patches()
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    tokens = 1 + 37 * torch.arange(1, _TRIAL_TOKENS + 1).unsqueeze(0) % (vocab_size - 1)
+    tokens = torch.tensor([trial_tokens(_TRIAL_TOKENS, vocab_size)])
     observed = observe(model, tokens)
     patches = _pieces(model, observed, packed=packed, exact=exact)
     with patches.applied():
