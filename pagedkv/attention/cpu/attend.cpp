@@ -24,9 +24,10 @@ constexpr int64_t kSplitParts = 8, kShortestSplit = 128, kLongestSplit = 1024;
 // 9 query heads of 64 channels gains 1.2x at 64 keys (73,000 multiply-adds) and 1.35x at 192.
 constexpr int64_t kSerialWork = 32768;
 
-int64_t split_keys(int64_t visible) {
-    int64_t part = (visible / kSplitParts + kTileKeys - 1) / kTileKeys * kTileKeys;
-    return std::clamp(part, kShortestSplit, kLongestSplit);
+int64_t split_keys(int64_t visible, bool decode) {
+    const int64_t tile = decode ? kDecodeKeys : kTileKeys;
+    const int64_t part = std::clamp(visible / kSplitParts, kShortestSplit, kLongestSplit);
+    return (part + tile - 1) / tile * tile;
 }
 
 bool takes_decode(const Call &call, int64_t q_len) {
@@ -46,7 +47,7 @@ void add_items(Plan &plan, const Call &call, Item item) {
     const int64_t visible = item.keys.count(), rows = item.num_tokens * call.group();
     // Several items of queries keep the threads busy without splits.
     const bool whole = item.num_tokens * call.group() > kItemRows / 2 || visible == 0;
-    const int64_t keys = whole ? std::max<int64_t>(visible, 1) : split_keys(visible);
+    const int64_t keys = whole ? std::max<int64_t>(visible, 1) : split_keys(visible, item.decode);
     item.first_split = static_cast<int64_t>(plan.items.size());
     item.num_splits = std::max<int64_t>(1, (visible + keys - 1) / keys);
     for (int64_t split = 0; split < item.num_splits; split++) {
@@ -174,12 +175,17 @@ struct Run {
     }
 
     // Run an item for one KV head; whoever finishes the last part of its rows joins them.
-    void operator()(int64_t task, float *memory, std::vector<float *> &parts) const {
-        const int64_t heads = call.layer.num_kv_heads, kv_head = task % heads;
-        const Item &item = plan.items[task / heads];
+    void operator()(Task task, Tasks &tasks, float *memory, std::vector<float *> &parts) const {
+        const int64_t heads = call.layer.num_kv_heads, kv_head = task.kv_head;
+        const Item &item = *task.item;
         const int64_t rows = item.num_tokens * call.group(), v_dim = call.layer.v_dim;
         float *own = item.num_splits > 1 ? part(kv_head, item) : memory + kernel_floats;
-        (item.decode ? decode : prefill)(call, item, kv_head, memory, Partial(own, rows, v_dim));
+        const Partial result(own, rows, v_dim);
+        if (item.decode) {
+            decode(call, task, tasks, memory, result);
+        } else {
+            prefill(call, item, kv_head, memory, result);
+        }
         if (item.num_splits == 1) return finish(call, item, kv_head, &own);
         std::atomic<int32_t> &missing = missing_parts[item.first_split * heads + kv_head];
         if (missing.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
@@ -208,14 +214,16 @@ int32_t attend(const Call &call, int32_t num_threads) {
     plan_step(plan, call);
     if (plan.status != PAGEDKV_OK) return plan.status;
 
-    const int64_t heads = call.layer.num_kv_heads, tasks = static_cast<int64_t>(plan.items.size()) * heads;
+    const int64_t heads = call.layer.num_kv_heads, num_tasks = static_cast<int64_t>(plan.items.size()) * heads;
     const int64_t kernel_floats =
         std::max(decode_scratch(call.layer), prefill_scratch(call.layer, plan.most_rows)) / 16 * 16 + 16;
     const int64_t thread_floats = kernel_floats + Partial::size(plan.most_rows, call.layer.v_dim);
     float *partials = shared.floats(plan.partial_floats * heads + 1);
     if (!partials) return PAGEDKV_OUT_OF_MEMORY;
     if (plan.partial_floats) {
-        if (static_cast<int64_t>(missing_parts.size()) < tasks) missing_parts = std::vector<std::atomic<int32_t>>(tasks);
+        if (static_cast<int64_t>(missing_parts.size()) < num_tasks) {
+            missing_parts = std::vector<std::atomic<int32_t>>(num_tasks);
+        }
         for (int64_t i = 0; i < static_cast<int64_t>(plan.items.size()); i++) {
             for (int64_t head = 0; head < heads; head++) {
                 missing_parts[i * heads + head].store(plan.items[i].num_splits, std::memory_order_relaxed);
@@ -226,17 +234,20 @@ int32_t attend(const Call &call, int32_t num_threads) {
                   prefill_kernel(call.layer.kv_dtype), kernel_floats};
 
     const int64_t work = plan.work * heads * (call.layer.k_dim + call.layer.v_dim);
-    const int64_t threads = work < kSerialWork ? 1 : std::min<int64_t>(num_threads, tasks);
+    const int64_t threads = work < kSerialWork ? 1 : std::min<int64_t>(num_threads, num_tasks);
     std::atomic<bool> short_of_memory{false};
+    std::atomic<int64_t> counter{0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         thread_local ThreadMemory memory;
         float *floats = memory.kernel.floats(thread_floats);
         if (!floats) short_of_memory = true;
 #pragma omp barrier
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t task = 0; task < tasks; task++) {
-            if (!short_of_memory.load(std::memory_order_relaxed)) run(task, floats, memory.parts);
+        Tasks tasks(run.plan.items, heads, counter);
+        while (!short_of_memory.load(std::memory_order_relaxed)) {
+            const Task task = tasks.take();
+            if (!task.item) break;
+            run(task, tasks, floats, memory.parts);
         }
     }
     if (short_of_memory) return PAGEDKV_OUT_OF_MEMORY;

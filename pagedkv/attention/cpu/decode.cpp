@@ -1,79 +1,91 @@
 // Decode: one query token, all query heads of a KV head at once, so that K and V are read once for the group.
 //
-// Lanes are channels. Every tile of keys is walked twice: its K rows for the scores, four keys and a few heads in
-// registers together, then its V rows for the weighted sums. Meanwhile the rows of the next tile are asked for, a line
-// between every few multiply-adds; see docs/kernels.md.
+// Lanes are channels. A tile of keys is walked twice for up to four heads: its K rows for the scores, three keys and the
+// heads in registers together, then its V rows for the weighted sums. Meanwhile the rows of the next tile are asked for,
+// and at the end those of the next task; see docs/kernels.md.
+//
+// Where another thread shares the core, the loops below are bound by instructions fetched, not by multiply-adds: they are
+// written for few instructions, and unrolled so that it matters little where they fall in memory.
+#include "ahead.h"
 #include "score_rule.h"
 #include "work.h"
 
 namespace pagedkv {
 namespace {
 
-// Query heads whose scores are summed in registers together, and keys for each: at most 12 sums with 16 registers.
-constexpr int kScoreHeads = 4;
+// Query heads taken together.
+constexpr int kMostHeads = 4;
+
+// Scores and weights of a tile stand key by key, a slot a head: then a vector holds whole keys, softmax needs no shuffles
+// but at the end, and what is for a head is in lanes of equal (lane % kSlots). Three heads leave a slot empty.
 template <int kHeads>
-constexpr int kScoreKeys = kHeads == 4 && kNumRegisters == 16 ? 2 : 4;
+constexpr int kSlots = kHeads == 3 ? 4 : kHeads;
 
-// Query heads whose outputs are, and pairs of channel vectors for each. With 16 registers three heads have 12 sums beside
-// the weights only where no constant takes a register to widen an element (12 of bf16 spill, hot: 1.14x slower).
-constexpr int kValueHeads = 4;
-template <class Element>
-constexpr bool kWidensPlainly = !std::is_same_v<Element, BFloat16> && !std::is_same_v<Element, Fp8>;
-template <class Element, int kHeads>
-constexpr int kValuePairs = kHeads == 1                              ? 4
-                            : kHeads == 2 || kNumRegisters == 32     ? 2
-                            : kHeads == 3 && kWidensPlainly<Element> ? 2
-                                                                     : 1;
+// Keys whose scores are summed in registers together: 12 sums with 16 registers leave room for their keys (alone, group 4
+// of 128 channels, a busy neighbour on the core, against two keys: fp32, bf16 and int8 1.25x).
+template <int kHeads>
+constexpr int kScoreKeys = kHeads == 4 && kNumRegisters == 16 ? 3 : 4;
+static_assert(kDecodeKeys % 12 == 0 && kDecodeKeys <= kTileKeys);
 
-// sums[h][key] += query h . key, over one vector of channels: kHeads + kKeys loads for kHeads * kKeys multiply-adds.
+// Vectors of channels whose outputs are. Three heads by four vectors would fit in 16 registers too, but ask for lines in
+// longer bursts (fp32 cold, group 3: 0.9x).
+template <int kHeads>
+constexpr int kValueVectors = kHeads == 1 ? 8 : kHeads == 2 || kNumRegisters == 32 ? 4 : 2;
+
+// Vector number kIndex of a block of kVectors: halves of pairs, or a row's last one.
+template <int kVectors, int kIndex, class Element>
+inline Floats channels(const Element *block) {
+    if constexpr (kVectors == 1) return widen(block);
+    return widen_half<kIndex % 2>(block + kIndex / 2 * 2 * kLanes);
+}
+
+// sums[key][h] += query h . key, over one vector of channels: kHeads + kKeys loads for kHeads * kKeys multiply-adds.
 template <int kHeads, int kKeys, class Widen>
-inline void add_products(Floats (&sums)[kHeads][kKeys], const float *queries, int64_t dim, Widen widen_key) {
-    // GCC would read four heads' queries again for every key (alone, group 4, 128 channels: fp32 1.2x, bf16 1.15x).
-    constexpr bool kHold = kHeads == 4 && kNumRegisters == 16;
-    Floats query[kHeads];
-    for (int h = 0; h < kHeads; h++) {
-        query[h] = load<Floats>(queries + h * dim);
-        if constexpr (kHold) hold(query[h]);
-    }
+inline void add_products(Floats (&sums)[kKeys][kSlots<kHeads>], const float *queries, int64_t dim, Widen widen_key) {
+    Floats keys[kKeys];
     for (int key = 0; key < kKeys; key++) {
-        Floats channels = widen_key(key);
-        if constexpr (kHold) hold(channels);
-        for (int h = 0; h < kHeads; h++) sums[h][key] += channels * query[h];
+        keys[key] = widen_key(key);
+        // GCC would read the keys again for every head.
+        if constexpr (kHeads == 4) hold(keys[key]);
+    }
+    for (int h = 0; h < kHeads; h++) {
+        Floats query = load<Floats>(queries + h * dim);
+        for (int key = 0; key < kKeys; key++) sums[key][h] += keys[key] * query;
     }
 }
 
-// scores[h][0..3] = query h . key 0..3, for heads 0 to kHeads - 1 and four rows of K, kScoreKeys at a time; with kAhead
-// the four rows at `ahead` are asked for. A function of its own, as `add_values` is: inlined into the walk, GCC spills the
-// sums (with the above, hot, group 3: fp32 1.1x, int8 1.2x).
-template <class Element, int kHeads, bool kAhead>
-[[gnu::noinline]] void four_scores(const float *queries, const char *const *rows, const char *const *ahead, int64_t dim,
-                                   float *scores) {
-    constexpr int kKeys = kScoreKeys<kHeads>;
-    constexpr int64_t kPairBytes = 2 * kLanes * sizeof(Element);
-    Floats all[kHeads][4];
-    for (int first = 0; first < 4; first += kKeys) {
+// scores[key][h] = query h . key, for kHeads heads and all keys of a tile. A function of its own, as `add_values` is:
+// inlined into the walk, GCC spills the sums.
+template <class Element, int kHeads>
+[[gnu::noinline]] void tile_scores(const float *queries, const Tile &tile, int64_t dim, Ahead &ahead, float *scores) {
+    constexpr int kKeys = kScoreKeys<kHeads>, kPair = 2 * kLanes;
+    constexpr int kLines = (kKeys * kPair * static_cast<int>(sizeof(Element)) + kLineBytes - 1) / kLineBytes;
+    Ahead::Place place = ahead.place();
+    for (int first = 0; first < tile.count; first += kKeys) {
         const Element *keys[kKeys];
-        for (int key = 0; key < kKeys; key++) keys[key] = reinterpret_cast<const Element *>(rows[first + key]);
-        Floats sums[kHeads][kKeys] = {};
+        for (int key = 0; key < kKeys; key++) keys[key] = reinterpret_cast<const Element *>(tile.k[first + key]);
+        Floats sums[kKeys][kSlots<kHeads>];
+        for (auto &of_key : sums) {
+            for (Floats &sum : of_key) sum = Floats{};
+        }
         int64_t i = 0;
-        for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
-            if constexpr (kAhead) {
-                for (int key = 0; key < kKeys; key++) {
-                    prefetch_part<kPairBytes>(ahead[first + key], i * sizeof(Element));
-                }
-            }
-            add_products(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
-            add_products(sums, queries + i + kLanes, dim, [&](int key) { return widen_half<1>(keys[key] + i); });
+        for (; i + kPair <= dim; i += kPair) {
+            for (int line = 0; line < kLines; line++) Ahead::ask(place, line);
+            add_products<kHeads, kKeys>(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
+            add_products<kHeads, kKeys>(sums, queries + i + kLanes, dim,
+                                        [&](int key) { return widen_half<1>(keys[key] + i); });
+            ahead.pass(place, kLines);
         }
-        if (i < dim) add_products(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
-        for (int h = 0; h < kHeads; h++) {
-            for (int key = 0; key < kKeys; key++) all[h][first + key] = sums[h][key];
+        if (i < dim) {
+            add_products<kHeads, kKeys>(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
+        }
+        const Floats *flat = &sums[0][0];
+        for (int slot = 0; slot < kKeys * kSlots<kHeads>; slot += 4) {
+            const Floats totals = four_sums(flat[slot], flat[slot + 1], flat[slot + 2], flat[slot + 3]);
+            std::memcpy(scores + first * kSlots<kHeads> + slot, &totals, 4 * sizeof(float));
         }
     }
-    for (int h = 0; h < kHeads; h++) {
-        Floats totals = four_sums(all[h][0], all[h][1], all[h][2], all[h][3]);
-        std::memcpy(scores + h * kTileKeys, &totals, 4 * sizeof(float));
-    }
+    ahead.settle(place);
 }
 
 // Call `body` with 1 to kMost heads as a constant, until all are done; rather two and two than three and one.
@@ -95,183 +107,206 @@ inline void by_heads(int num_heads, Body body) {
     }
 }
 
-// Scores of a tile for all heads, four keys at a time so that their rows stay in L1 for every head; asks for the rows of
-// the next tile's K meanwhile.
-template <class Element>
-void tile_scores(const float *queries, int num_heads, const Tile &tile, const Tile *next, int64_t dim, float *scores) {
-    for (int key = 0; key < tile.count; key += 4) {
-        by_heads<kScoreHeads>(num_heads, [&](auto heads, int h) {
-            const float *own = queries + h * dim;
-            float *to = scores + h * kTileKeys + key;
-            if (next && h == 0) {
-                four_scores<Element, heads, true>(own, tile.k + key, next->k + key, dim, to);
-            } else {
-                four_scores<Element, heads, false>(own, tile.k + key, nullptr, dim, to);
+// sums[h] = sums[h] * corrections[h] + weights[.][h] . V, in blocks of kVectors vectors of channels from `offset` on;
+// returns where no block is left.
+template <class Element, int kHeads, int kVectors>
+[[gnu::noinline]] int64_t add_values(float *sums, const float *corrections, const float *weights, const Tile &tile,
+                                     int64_t dim, int64_t offset, Ahead &ahead) {
+    constexpr int kBlock = kVectors * kLanes, kKeys = 4;
+    constexpr int kLines = (kKeys * kBlock * static_cast<int>(sizeof(Element)) + kLineBytes - 1) / kLineBytes;
+    Ahead::Place place = ahead.place();
+    for (; offset + kBlock <= dim; offset += kBlock) {
+        Floats added[kHeads][kVectors];
+        for (auto &of_head : added) {
+            for (Floats &sum : of_head) sum = Floats{};
+        }
+        auto add = [&](int key) {
+            const Element *row = reinterpret_cast<const Element *>(tile.v[key]) + offset;
+            const float *own = weights + key * kSlots<kHeads>;
+            [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+                (
+                    [&] {
+                        const Floats part = channels<kVectors, kIndex>(row);
+                        for (int h = 0; h < kHeads; h++) added[h][kIndex] += own[h] * part;
+                    }(),
+                    ...);
+            }(std::make_integer_sequence<int, kVectors>{});
+        };
+        int key = 0;
+        for (; key + kKeys <= tile.count; key += kKeys) {
+            for (int i = 0; i < kKeys; i++) {
+                for (int line = i; line < kLines; line += kKeys) Ahead::ask(place, line);
+                add(key + i);
             }
-        });
+            ahead.pass(place, kLines);
+        }
+        for (; key < tile.count; key++) add(key);
+        for (int h = 0; h < kHeads; h++) {
+            float *to = sums + h * dim + offset;
+            for (int i = 0; i < kVectors; i++, to += kLanes) {
+                store(to, load<Floats>(to) * corrections[h] + added[h][i]);
+            }
+        }
     }
+    ahead.settle(place);
+    return offset;
 }
 
-// sums[h] = sums[h] * corrections[h] + weights[h] . V, for kHeads heads and 2 * kPairs vectors of channels at `offset`;
-// with kAhead the same channels of `next` are asked for.
-template <class Element, int kHeads, int kPairs, bool kAhead>
-[[gnu::noinline]] void add_values(float *sums, const float *corrections, const float *weights, const Tile &tile,
-                                  const Tile *next, int64_t dim, int64_t offset) {
-    Floats added[kHeads][2 * kPairs];
-    for (int h = 0; h < kHeads; h++) {
-        for (int i = 0; i < 2 * kPairs; i++) added[h][i] = Floats{};
-    }
-    int key = 0;
-    // A loop that may run no time would have GCC clear the sums in memory first (hot, group 4: 1.05x).
-    do {
-        if constexpr (kAhead) {
-            prefetch_part<kPairs * 2 * kLanes * sizeof(Element)>(next->v[key], offset * sizeof(Element));
-        }
-        const Element *row = reinterpret_cast<const Element *>(tile.v[key]) + offset;
-        for (int pair = 0; pair < kPairs; pair++) {
-            const Floats first = widen_half<0>(row + pair * 2 * kLanes);
-            for (int h = 0; h < kHeads; h++) added[h][2 * pair] += weights[h * kTileKeys + key] * first;
-            const Floats second = widen_half<1>(row + pair * 2 * kLanes);
-            for (int h = 0; h < kHeads; h++) added[h][2 * pair + 1] += weights[h * kTileKeys + key] * second;
-        }
-    } while (++key < tile.count);
-    for (int h = 0; h < kHeads; h++) {
-        float *to = sums + h * dim + offset;
-        for (int i = 0; i < 2 * kPairs; i++, to += kLanes) store(to, load<Floats>(to) * corrections[h] + added[h][i]);
-    }
-}
-
-// The same for a last single vector of channels.
 template <class Element, int kHeads>
-void add_last_values(float *sums, const float *corrections, const float *weights, const Tile &tile, int64_t dim,
-                     int64_t offset) {
-    Floats added[kHeads] = {};
-    for (int key = 0; key < tile.count; key++) {
-        Floats channels = widen(reinterpret_cast<const Element *>(tile.v[key]) + offset);
-        for (int h = 0; h < kHeads; h++) added[h] += weights[h * kTileKeys + key] * channels;
+void tile_values(float *sums, const float *corrections, const float *weights, const Tile &tile, int64_t dim,
+                 Ahead &ahead) {
+    constexpr int kVectors = kValueVectors<kHeads>;
+    int64_t offset = add_values<Element, kHeads, kVectors>(sums, corrections, weights, tile, dim, 0, ahead);
+    if constexpr (kVectors > 2) {
+        offset = add_values<Element, kHeads, 2>(sums, corrections, weights, tile, dim, offset, ahead);
     }
-    for (int h = 0; h < kHeads; h++) {
-        float *to = sums + h * dim + offset;
-        store(to, load<Floats>(to) * corrections[h] + added[h]);
+    if (offset < dim) add_values<Element, kHeads, 1>(sums, corrections, weights, tile, dim, offset, ahead);
+}
+
+// The factor of the key in each lane, from the factors of as many keys.
+template <int kSlots, int... kLane>
+constexpr auto key_of_lane(std::integer_sequence<int, kLane...>) {
+    return std::integer_sequence<int, kLane / kSlots...>{};
+}
+
+// values[key][slot] *= factors[key]
+template <int kHeads>
+void scale_keys(float *values, const float *const *factors, const Tile &tile) {
+    alignas(64) float own[kDecodeKeys + kLanes];
+    for (int piece = 0; piece < tile.num_pieces; piece++) {
+        const auto [first, count] = tile.pieces[piece];
+        if (count > 1 && factors[first + 1] - factors[first] == 1) {
+            std::copy_n(factors[first], count, own + first);
+        } else {
+            for (int key = first; key < first + count; key++) own[key] = *factors[key];
+        }
+    }
+    std::fill_n(own + tile.count, kLanes, 0.0f);
+    for (int i = 0; i < tile.count * kSlots<kHeads>; i += kLanes) {
+        const Floats keys = load<Floats>(own + i / kSlots<kHeads>);
+        store(values + i, load<Floats>(values + i) * pick(keys, keys, key_of_lane<kSlots<kHeads>>(EveryLane{})));
     }
 }
 
-template <class Element, int kHeads, bool kAhead>
-void tile_values(float *sums, const float *corrections, const float *weights, const Tile &tile, const Tile *next,
-                 int64_t dim) {
-    constexpr int kPairs = kValuePairs<Element, kHeads>;
-    int64_t offset = 0;
-    for (; offset + kPairs * 2 * kLanes <= dim; offset += kPairs * 2 * kLanes) {
-        add_values<Element, kHeads, kPairs, kAhead>(sums, corrections, weights, tile, next, dim, offset);
-    }
-    for (; offset + 2 * kLanes <= dim; offset += 2 * kLanes) {
-        add_values<Element, kHeads, 1, kAhead>(sums, corrections, weights, tile, next, dim, offset);
-    }
-    if (offset < dim) add_last_values<Element, kHeads>(sums, corrections, weights, tile, dim, offset);
-}
+// The running softmax of up to four heads, a head in lanes of equal (lane % kSlots).
+struct Softmax {
+    Floats largest = splat(kMinusInfinity), weight = {};
+};
 
-// What turns one head's products of a tile into weights.
+// What turns products of queries with keys into scores, for the heads from `first_head` on.
 struct HeadRule {
-    ScoreRule rule;
-    float slope;  // ALiBi, in base 2
+    const ScoreRule &rule;
+    const float *slopes;  // ALiBi, of the first of the heads; or null
     int64_t q_position;
 };
 
-// scores [count] become weights 2^(score - largest); updates the running softmax of the head. Returns the factor for
-// what was summed before.
-inline float weigh(float *scores, const Tile &tile, const float *k_scales, const HeadRule &head, float &largest,
-                   float &weight) {
+template <int kHeads>
+void bend_scores(float *scores, const Tile &tile, const HeadRule &head) {
+    if (head.rule.softcap > 0) {
+        for (int i = 0; i < tile.count * kSlots<kHeads>; i += kLanes) {
+            store(scores + i, head.rule.capped(load<Floats>(scores + i)));
+        }
+    }
+    if (!head.slopes) return;
+    for (int key = 0; key < tile.count; key++) {
+        const float distance = static_cast<float>(tile.position[key] - static_cast<int32_t>(head.q_position));
+        for (int h = 0; h < kHeads; h++) scores[key * kSlots<kHeads> + h] += head.slopes[h] * kLog2E * distance;
+    }
+}
+
+// scores [count] become weights 2^(score - largest), of key after key; updates the softmax. Returns the factors for what
+// was summed before, in the lanes of their heads.
+template <int kHeads>
+Floats weigh(float *scores, int count, Softmax &softmax) {
     Ints lane;
     for (int i = 0; i < kLanes; i++) lane[i] = i;
-    Floats top = splat(largest);
-    for (int key = 0; key < tile.count; key += kLanes) {
-        Floats score = load<Floats>(scores + key);
-        if (k_scales) score *= load<Floats>(k_scales + key);
-        score = head.rule.capped(score);
-        if (head.slope != 0) {
-            Ints distance = load<Ints>(tile.position + key) - static_cast<int32_t>(head.q_position);
-            score += head.slope * __builtin_convertvector(distance, Floats);
-        }
-        score = lane + key < tile.count ? score : splat(kMinusInfinity);
-        store(scores + key, score);
-        top = larger(top, score);
-    }
-    float now = largest_of(top);
-    Floats floor = finite_floor(splat(now)), sum = {};
-    for (int key = 0; key < tile.count; key += kLanes) {
-        Floats part = exp2_of(load<Floats>(scores + key) - floor);
-        store(scores + key, part);
+    const int last = (count - 1) / kLanes * kLanes;
+    store(scores + last, lane + last < count ? load<Floats>(scores + last) : splat(kMinusInfinity));
+    Floats top = softmax.largest;
+    for (int i = 0; i < count; i += kLanes) top = larger(top, load<Floats>(scores + i));
+    top = fold_largest<kSlots<kHeads>>(top);
+    const Floats floor = finite_floor(top);
+    Floats sum = {};
+    for (int i = 0; i < count; i += kLanes) {
+        const Floats part = exp2_of(load<Floats>(scores + i) - floor);
+        store(scores + i, part);
         sum += part;
     }
-    float correction = exp2_of(largest - floor[0]);
-    largest = now;
-    weight = weight * correction + sum_of(sum);
+    const Floats correction = exp2_of(softmax.largest - floor);
+    softmax.largest = top;
+    softmax.weight = softmax.weight * correction + fold<kSlots<kHeads>>(sum);
     return correction;
 }
 
-inline void read_scales(float *to, const float *const *from, int count) {
-    for (int key = 0; key < count; key++) to[key] = *from[key];
+// What attends to a tile: kHeads query heads and their state.
+struct Heads {
+    const float *queries;
+    float *sums;
+    Softmax &softmax;
+    HeadRule rule;
+};
+
+template <class Element, bool kScaled, int kHeads>
+void attend_tile(const Heads &heads, const Tile &tile, int64_t k_dim, int64_t v_dim, Ahead &ahead) {
+    alignas(64) float scores[kDecodeKeys * kSlots<kHeads>];
+    alignas(64) float corrections[kLanes];
+    tile_scores<Element, kHeads>(heads.queries, tile, k_dim, ahead, scores);
+    if constexpr (kScaled) scale_keys<kHeads>(scores, tile.k_scale, tile);
+    bend_scores<kHeads>(scores, tile, heads.rule);
+    store(corrections, weigh<kHeads>(scores, tile.count * kSlots<kHeads>, heads.softmax));
+    if constexpr (kScaled) scale_keys<kHeads>(scores, tile.v_scale, tile);
+    tile_values<Element, kHeads>(heads.sums, corrections, scores, tile, v_dim, ahead);
+}
+
+// Point `tile` at the task's keys from `begin` on.
+template <bool kScaled>
+void point(Tile &tile, const Call &call, Task task, int64_t begin) {
+    const Item &item = *task.item;
+    point_at<kScaled>(tile, call.head_pages(task.kv_head), call.table(item.sequence), item.keys, begin,
+                      std::min(begin + kDecodeKeys, item.end));
 }
 
 template <class Element, bool kScaled>
-void decode(const Call &call, const Item &item, int64_t kv_head, float *queries, Partial result) {
+void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial result) {
     const pagedkv_layer &layer = call.layer;
-    const int64_t k_dim = layer.k_dim, v_dim = layer.v_dim, first_head = kv_head * call.group();
+    const Item &item = *task.item;
+    const int64_t k_dim = layer.k_dim, v_dim = layer.v_dim, first_head = task.kv_head * call.group();
     const int group = static_cast<int>(call.group());
-    const HeadPages pages = call.head_pages(kv_head);
-    const Table table = call.table(item.sequence);
     const ScoreRule rule(layer);
 
-    Tile tiles[2];
-    auto point = [&](Tile &tile, int64_t begin) {
-        point_at<kScaled>(tile, pages, table, item.keys, begin, std::min(begin + kTileKeys, item.end));
-    };
-    point(tiles[0], item.begin);
-    for (int key = 0; key < tiles[0].count; key++) prefetch_row(tiles[0].k[key], k_dim * sizeof(Element));
-
+    Softmax softmax[kMaxDecodeGroup];  // of the heads taken together, at the first of them
     for (int h = 0; h < group; h++) {
         read_query(call, item.q_row, first_head + h, rule.query_factor, queries + h * k_dim);
-        result.largest[h] = kMinusInfinity;
-        result.weights[h] = 0;
     }
     std::fill_n(result.sums, group * v_dim, 0.0f);
 
-    alignas(64) float scores[kMaxDecodeGroup * kTileKeys] = {};
-    alignas(64) float k_scales[kTileKeys] = {}, v_scales[kTileKeys] = {};
-    float corrections[kMaxDecodeGroup];
-    for (int64_t begin = item.begin, turn = 0; begin < item.end; begin += kTileKeys, turn ^= 1) {
+    Tile tiles[2];
+    if (item.begin < item.end) point<kScaled>(tiles[0], call, task, item.begin);
+    if (item.begin < item.end && !tasks.foreseen()) ask_for_keys(tiles[0], k_dim * sizeof(Element));
+    for (int64_t begin = item.begin, turn = 0; begin < item.end; begin += kDecodeKeys, turn ^= 1) {
         const Tile &tile = tiles[turn];
-        Tile *next = nullptr;
-        if (begin + kTileKeys < item.end) {
-            next = &tiles[turn ^ 1];
-            point(*next, begin + kTileKeys);
-            // A shorter last tile is walked with this one's count.
-            for (int key = next->count; key < kTileKeys; key++) next->k[key] = next->v[key] = next->k[next->count - 1];
+        Tile *next = &tiles[turn ^ 1];
+        if (begin + kDecodeKeys < item.end) {
+            point<kScaled>(*next, call, task, begin + kDecodeKeys);
+        } else if (const Task after = tasks.upcoming(); after.item && after.item->begin < after.item->end) {
+            point<kScaled>(*next, call, after, after.item->begin);
+        } else {
+            next = &tiles[turn];
         }
-        if constexpr (kScaled) {
-            read_scales(k_scales, tile.k_scale, tile.count);
-            read_scales(v_scales, tile.v_scale, tile.count);
-        }
-        tile_scores<Element>(queries, group, tile, next, k_dim, scores);
-        for (int h = 0; h < group; h++) {
-            HeadRule head{rule, layer.alibi_slopes ? layer.alibi_slopes[first_head + h] * kLog2E : 0, item.q_position};
-            float *weights = scores + h * kTileKeys;
-            corrections[h] =
-                weigh(weights, tile, kScaled ? k_scales : nullptr, head, result.largest[h], result.weights[h]);
-            if constexpr (kScaled) {
-                for (int key = 0; key < tile.count; key++) weights[key] *= v_scales[key];
-            }
-        }
-        by_heads<kValueHeads>(group, [&](auto heads, int h) {
-            float *sums = result.sums + h * v_dim;
-            const float *factors = corrections + h, *weights = scores + h * kTileKeys;
-            if (next && h == 0) {
-                tile_values<Element, heads, true>(sums, factors, weights, tile, next, v_dim);
-            } else {
-                tile_values<Element, heads, false>(sums, factors, weights, tile, nullptr, v_dim);
-            }
+        Ahead ahead(*next, k_dim * sizeof(Element), v_dim * sizeof(Element));
+        by_heads<kMostHeads>(group, [&](auto heads, int h) {
+            const float *slopes = layer.alibi_slopes ? layer.alibi_slopes + first_head + h : nullptr;
+            attend_tile<Element, kScaled, heads>(
+                {queries + h * k_dim, result.sums + h * v_dim, softmax[h], {rule, slopes, item.q_position}}, tile, k_dim,
+                v_dim, ahead);
         });
     }
+    by_heads<kMostHeads>(group, [&](auto heads, int h) {
+        for (int i = 0; i < heads; i++) {
+            result.largest[h + i] = softmax[h].largest[i];
+            result.weights[h + i] = softmax[h].weight[i];
+        }
+    });
 }
 
 }  // namespace

@@ -14,6 +14,9 @@ namespace pagedkv {
 // Keys handled at once: 64 rows of 64 fp32 channels are half a 32 KiB L1.
 constexpr int kTileKeys = 64;
 
+// Those that decode handles: also a multiple of three.
+constexpr int kDecodeKeys = 48;
+
 inline int64_t read_index(const void *base, int64_t index, int bits) {
     return bits == 32 ? static_cast<const int32_t *>(base)[index] : static_cast<const int64_t *>(base)[index];
 }
@@ -53,10 +56,16 @@ struct HeadPages {
     int64_t page_size;
 };
 
-// Up to kTileKeys consecutive visible keys. Up to three rows past `count` repeat the last one, so that keys can be
-// taken by four.
+// Keys that lie in one page, one slot after the other.
+struct Piece {
+    int first, count;
+};
+
+// Up to kTileKeys consecutive visible keys, in pieces. Up to three rows of K past `count` repeat the last one, so that
+// keys can be taken by three or four.
 struct Tile {
-    int count;
+    int count, num_pieces;
+    Piece pieces[kTileKeys];
     const char *k[kTileKeys], *v[kTileKeys];
     const float *k_scale[kTileKeys], *v_scale[kTileKeys];
     int32_t position[kTileKeys];
@@ -67,8 +76,8 @@ template <bool kScaled>
 inline void point_at(Tile &tile, const HeadPages &pages, const Table &table, const VisibleKeys &keys, int64_t begin,
                      int64_t end) {
     int filled = 0;
+    tile.num_pieces = 0;
     while (begin < end) {
-        // A run: keys that lie in one page, one slot after the other.
         int64_t position = keys.position(begin), block = position / pages.page_size;
         int64_t offset = position - block * pages.page_size;
         int64_t stop = begin < keys.sinks ? std::min(end, keys.sinks) : end;
@@ -91,30 +100,14 @@ inline void point_at(Tile &tile, const HeadPages &pages, const Table &table, con
                 tile.v_scale[filled + i] = v_scale + i * pages.v_scale_slot;
             }
         }
+        tile.pieces[tile.num_pieces++] = {filled, run};
         filled += run;
         begin += run;
     }
     tile.count = filled;
-    for (; filled % 4; filled++) {
+    for (int i = 0; i < 3 && filled < kTileKeys; i++, filled++) {
         tile.k[filled] = tile.k[filled - 1];
         tile.position[filled] = tile.position[filled - 1];
-    }
-}
-
-// Ask for a row ahead of its use, into L2 (hint T1), where it does not push the tile in use out of L1.
-inline void prefetch_row(const char *row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
-}
-
-// The same for the lines that begin in kBytes of a row, a part of it at a multiple of kBytes. To be called between
-// calculations: dozens of requests at once are more than a core keeps, and are as good as none (decode cold, 32/8 heads
-// of 128, Zen 3, two threads, against rows asked for by fours and eights: bf16 1.13x, fp32 1.06 to 1.18x).
-template <int64_t kBytes>
-inline void prefetch_part(const char *row, int64_t offset) {
-    if constexpr (kBytes < 64) {
-        if (offset % 64 == 0) __builtin_prefetch(row + offset, 0, 2);
-    } else {
-        for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(row + offset + i, 0, 2);
     }
 }
 

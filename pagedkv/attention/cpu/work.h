@@ -1,6 +1,9 @@
 // What one thread does at a time: an item of work, where its result goes, and the memory it works in.
 #pragma once
 
+#include <atomic>
+#include <vector>
+
 #include "abi.h"
 #include "page_walk.h"
 
@@ -32,6 +35,41 @@ struct Item {
     int64_t first_split;    // index of the first item of the same tokens, and how many there are
     int64_t num_splits;
     int64_t partial;        // where its partial result lies in the shared scratch, if num_splits > 1
+};
+
+// An item for one KV head; no item where there is nothing left to do.
+struct Task {
+    const Item *item;
+    int64_t kv_head;
+};
+
+// One thread's way through the tasks of a call, which all threads take from one counter. A task can be looked at before
+// it is taken, and is this thread's from then on: to be looked at shortly before the one in hand is done.
+class Tasks {
+  public:
+    Tasks(const std::vector<Item> &items, int64_t num_kv_heads, std::atomic<int64_t> &counter)
+        : items_(items), num_kv_heads_(num_kv_heads), counter_(counter) {}
+
+    Task upcoming() {
+        if (claimed_ < 0) claimed_ = counter_.fetch_add(1, std::memory_order_relaxed);
+        if (claimed_ >= static_cast<int64_t>(items_.size()) * num_kv_heads_) return {nullptr, 0};
+        return {&items_[claimed_ / num_kv_heads_], claimed_ % num_kv_heads_};
+    }
+    Task take() {
+        foreseen_ = claimed_ >= 0;
+        const Task task = upcoming();
+        claimed_ = -1;
+        return task;
+    }
+    // Whether the task in hand was looked at before.
+    bool foreseen() const { return foreseen_; }
+
+  private:
+    const std::vector<Item> &items_;
+    const int64_t num_kv_heads_;
+    std::atomic<int64_t> &counter_;
+    int64_t claimed_ = -1;
+    bool foreseen_ = false;
 };
 
 // An unfinished softmax over some keys for some query rows, one row a token and query head of the group:
@@ -86,9 +124,10 @@ void read_query(const Call &call, int64_t row, int64_t head, float factor, float
 
 // The two kernels: attend from the item's tokens with the query heads of one KV head to the item's keys.
 //
-// decode: one token, few query heads; dot products along the channels. Needs dims that are multiples of kLanes.
-// prefill: any rows; one row a vector lane. `memory` holds prefill_scratch() floats.
-using DecodeKernel = void (*)(const Call &, const Item &, int64_t kv_head, float *memory, Partial result);
+// decode: one token, few query heads; dot products along the channels. Needs dims that are multiples of kLanes. Asks for
+// the first keys of the task that comes after it in `tasks`.
+// prefill: any rows; one row a vector lane. `memory` of either holds decode_scratch() or prefill_scratch() floats.
+using DecodeKernel = void (*)(const Call &, Task, Tasks &tasks, float *memory, Partial result);
 using PrefillKernel = void (*)(const Call &, const Item &, int64_t kv_head, float *memory, Partial result);
 
 DecodeKernel decode_kernel(int32_t kv_dtype);
