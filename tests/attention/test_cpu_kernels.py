@@ -74,6 +74,27 @@ def test_splits_are_joined_rightly(heads: tuple[int, int]) -> None:
     assert_within_limit(case, spec, *(_run_with_threads(case, spec, threads) for threads in (1, 2)))
 
 
+@pytest.mark.parametrize("kv_dtype", QUANTS)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_keys_around_the_tiles_seams(page_size: int, group: int, kv_dtype: torch.dtype | None) -> None:
+    """One key more and less than a tile of decode and than a split hold, and than keys are taken together."""
+    lengths = [1, 2, 3, 4, 5, 7, 46, 47, 48, 49, 50, 95, 97, 143, 144, 145, 193]
+    case = make_case(Shape([(1, length) for length in lengths], (2 * group, 2), (48, 24), page_size, kv_dtype=kv_dtype))
+    spec = spec_for("everything", 2 * group)
+
+    assert_within_limit(case, spec, *(_run_with_threads(case, spec, threads) for threads in (1, 2)))
+
+
+def test_tasks_look_ahead_over_rows_of_every_kind() -> None:
+    """A decode row before one with nothing to see, before a prompt, and at the end: each asks for what comes next."""
+    rows = [(1, 100), (0, 0), (1, 1), (40, 60), (1, 300), (0, 7), (2, 2), (1, 48)]
+    case = make_case(Shape(rows, (4, 1), (64, 64), 16))
+    spec = LayerSpec(0.125)
+
+    assert_within_limit(case, spec, *(_run_with_threads(case, spec, threads) for threads in (1, 2)))
+
+
 def test_bits_are_the_same_for_any_number_of_threads() -> None:
     """Splits, items and blocks follow from the row's own lengths: threads only share them out."""
     rows = [(1, 5000), (1, 300), (40, 200), (3, 700), (130, 130), (1, 64)]

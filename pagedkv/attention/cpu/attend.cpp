@@ -242,8 +242,9 @@ int32_t attend(const Call &call, int32_t num_threads) {
         thread_local ThreadMemory memory;
         float *floats = memory.kernel.floats(thread_floats);
         if (!floats) short_of_memory = true;
-#pragma omp barrier
         Tasks tasks(run.plan.items, heads, counter);
+        tasks.reserve();
+#pragma omp barrier
         while (!short_of_memory.load(std::memory_order_relaxed)) {
             const Task task = tasks.take();
             if (!task.item) break;

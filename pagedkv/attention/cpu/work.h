@@ -50,14 +50,20 @@ class Tasks {
     Tasks(const std::vector<Item> &items, int64_t num_kv_heads, std::atomic<int64_t> &counter)
         : items_(items), num_kv_heads_(num_kv_heads), counter_(counter) {}
 
-    Task upcoming() {
+    // Make sure of a task: done by all threads before the first begins, so that none finds its own looked at by another.
+    void reserve() {
         if (claimed_ < 0) claimed_ = counter_.fetch_add(1, std::memory_order_relaxed);
+    }
+    Task upcoming() {
+        reserve();
+        looked_ = true;
         if (claimed_ >= static_cast<int64_t>(items_.size()) * num_kv_heads_) return {nullptr, 0};
         return {&items_[claimed_ / num_kv_heads_], claimed_ % num_kv_heads_};
     }
     Task take() {
-        foreseen_ = claimed_ >= 0;
+        foreseen_ = looked_;
         const Task task = upcoming();
+        looked_ = false;
         claimed_ = -1;
         return task;
     }
@@ -69,7 +75,7 @@ class Tasks {
     const int64_t num_kv_heads_;
     std::atomic<int64_t> &counter_;
     int64_t claimed_ = -1;
-    bool foreseen_ = false;
+    bool looked_ = false, foreseen_ = false;
 };
 
 // An unfinished softmax over some keys for some query rows, one row a token and query head of the group:
@@ -126,7 +132,8 @@ void read_query(const Call &call, int64_t row, int64_t head, float factor, float
 //
 // decode: one token, few query heads; dot products along the channels. Needs dims that are multiples of kLanes. Asks for
 // the first keys of the task that comes after it in `tasks`.
-// prefill: any rows; one row a vector lane. `memory` of either holds decode_scratch() or prefill_scratch() floats.
+// prefill: any rows; one row a vector lane.
+// `memory` holds decode_scratch() or prefill_scratch() floats.
 using DecodeKernel = void (*)(const Call &, Task, Tasks &tasks, float *memory, Partial result);
 using PrefillKernel = void (*)(const Call &, const Item &, int64_t kv_head, float *memory, Partial result);
 
