@@ -17,7 +17,7 @@ constexpr float kMinusInfinity = -__builtin_inff();
 // 2^x for x <= 127, relative error below 2e-7, 0 below -126.
 //
 // The fraction in [-1/2, 1/2] goes through a polynomial of degree 5 (least largest relative error, 9e-8, with
-// p(0) = 1), the whole part into the exponent. Adding 1.5 * 2^23 rounds to the nearest whole number.
+// p(0) = 1), the whole part into the exponent of a factor. Adding 1.5 * 2^23 rounds to the nearest whole number.
 inline Floats exp2_of(Floats x) {
     const Floats magic = splat(12582912.0f);
     Floats bounded = x < -126.0f ? splat(-126.0f) : x;
@@ -29,7 +29,8 @@ inline Floats exp2_of(Floats x) {
     p = p * r + 0.24022242426872253f;
     p = p * r + 0.6931470036506653f;
     p = p * r + 1.0f;
-    Floats power = as_floats(as_words(p) + (as_words(shifted) << 23));
+    // A product, not a sum of bits: any NaN stays one.
+    Floats power = p * as_floats((as_words(shifted) << 23) + 0x3f800000u);
     return x < -126.0f ? Floats{} : power;
 }
 

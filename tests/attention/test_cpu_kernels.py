@@ -156,6 +156,17 @@ def test_what_is_not_finite_stays_visible(q_len: int) -> None:
         assert out[0, 1].isfinite().all() == (side == "q")
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("bits", [0x7FC00001, -1])
+def test_a_nan_with_a_payload_stays_one(bits: int, q_len: int) -> None:
+    """2 to the power of a NaN is a NaN, whatever its lower bits."""
+    case = make_case(Shape([(q_len, 30)], (4, 1)))
+    page = int(case.batch.block_tables[0, 0])
+    case.k_pages[page, 0, 3].view(torch.int32)[3] = bits
+
+    assert case.run(LayerSpec(0.125), "cpu").isnan().all()
+
+
 def test_lengths_that_do_not_fit_are_refused() -> None:
     """Without ``check=True`` the kernel itself keeps to the table and to q: nothing is written."""
     case = make_case(Shape([(1, 20)], (2, 1), (16, 16), 4))

@@ -88,7 +88,7 @@ template <class Element, int kHeads>
     ahead.settle(place);
 }
 
-// Call `body` with 1 to kMost heads as a constant, until all are done; rather two and two than three and one.
+// Call `body` with 1 to kMost heads as a constant, until all are done; rather three and two than four and one.
 template <int kMost, class Body>
 inline void by_heads(int num_heads, Body body) {
     for (int h = 0; h < num_heads;) {
