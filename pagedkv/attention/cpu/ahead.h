@@ -12,6 +12,8 @@ namespace pagedkv {
 
 constexpr int kLineBytes = 64;
 
+constexpr int lines_of(size_t bytes) { return static_cast<int>((bytes + kLineBytes - 1) / kLineBytes); }
+
 // Lines, in the order of addresses, of the K rows of a tile and then of its V rows.
 class Ahead {
   public:

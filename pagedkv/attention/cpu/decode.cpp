@@ -32,11 +32,12 @@ static_assert(kDecodeKeys % 12 == 0 && kDecodeKeys <= kTileKeys);
 template <int kHeads>
 constexpr int kValueVectors = kHeads == 1 ? 8 : kHeads == 2 || kNumRegisters == 32 ? 4 : 2;
 
-// Vector number kIndex of a block of kVectors: halves of pairs, or a row's last one.
-template <int kVectors, int kIndex, class Element>
-inline Floats channels(const Element *block) {
+// Vector number `i` of a block of kVectors: halves of pairs, or a row's last one.
+template <int kVectors, class Element>
+inline Floats channels(const Element *block, int i) {
     if constexpr (kVectors == 1) return widen(block);
-    return widen_half<kIndex % 2>(block + kIndex / 2 * 2 * kLanes);
+    const Element *pair = block + i / 2 * 2 * kLanes;
+    return i % 2 ? widen_half<1>(pair) : widen_half<0>(pair);
 }
 
 // sums[key][h] += query h . key, over one vector of channels: kHeads + kKeys loads for kHeads * kKeys multiply-adds.
@@ -59,7 +60,7 @@ inline void add_products(Floats (&sums)[kKeys][kSlots<kHeads>], const float *que
 template <class Element, int kHeads>
 [[gnu::noinline]] void tile_scores(const float *queries, const Tile &tile, int64_t dim, Ahead &ahead, float *scores) {
     constexpr int kKeys = kScoreKeys<kHeads>, kPair = 2 * kLanes;
-    constexpr int kLines = (kKeys * kPair * static_cast<int>(sizeof(Element)) + kLineBytes - 1) / kLineBytes;
+    constexpr int kLines = lines_of(kKeys * kPair * sizeof(Element));
     Ahead::Place place = ahead.place();
     for (int first = 0; first < tile.count; first += kKeys) {
         const Element *keys[kKeys];
@@ -88,14 +89,14 @@ template <class Element, int kHeads>
     ahead.settle(place);
 }
 
-// Call `body` with 1 to kMost heads as a constant, until all are done; rather three and two than four and one.
-template <int kMost, class Body>
+// Call `body` with 1 to kMostHeads heads as a constant, until all are done; rather three and two than four and one.
+template <class Body>
 inline void by_heads(int num_heads, Body body) {
     for (int h = 0; h < num_heads;) {
         const int left = num_heads - h;
-        const int count = left > kMost ? (left == kMost + 1 ? kMost - 1 : kMost) : left;
+        const int count = left == kMostHeads + 1 ? kMostHeads - 1 : std::min(left, kMostHeads);
         if (count == 4) {
-            if constexpr (kMost >= 4) body(std::integral_constant<int, 4>{}, h);
+            body(std::integral_constant<int, 4>{}, h);
         } else if (count == 3) {
             body(std::integral_constant<int, 3>{}, h);
         } else if (count == 2) {
@@ -113,7 +114,7 @@ template <class Element, int kHeads, int kVectors>
 [[gnu::noinline]] int64_t add_values(float *sums, const float *corrections, const float *weights, const Tile &tile,
                                      int64_t dim, int64_t offset, Ahead &ahead) {
     constexpr int kBlock = kVectors * kLanes, kKeys = 4;
-    constexpr int kLines = (kKeys * kBlock * static_cast<int>(sizeof(Element)) + kLineBytes - 1) / kLineBytes;
+    constexpr int kLines = lines_of(kKeys * kBlock * sizeof(Element));
     Ahead::Place place = ahead.place();
     for (; offset + kBlock <= dim; offset += kBlock) {
         Floats added[kHeads][kVectors];
@@ -123,14 +124,10 @@ template <class Element, int kHeads, int kVectors>
         auto add = [&](int key) {
             const Element *row = reinterpret_cast<const Element *>(tile.v[key]) + offset;
             const float *own = weights + key * kSlots<kHeads>;
-            [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
-                (
-                    [&] {
-                        const Floats part = channels<kVectors, kIndex>(row);
-                        for (int h = 0; h < kHeads; h++) added[h][kIndex] += own[h] * part;
-                    }(),
-                    ...);
-            }(std::make_integer_sequence<int, kVectors>{});
+            for (int i = 0; i < kVectors; i++) {
+                const Floats part = channels<kVectors>(row, i);
+                for (int h = 0; h < kHeads; h++) added[h][i] += own[h] * part;
+            }
         };
         int key = 0;
         for (; key + kKeys <= tile.count; key += kKeys) {
@@ -193,7 +190,7 @@ struct Softmax {
     Floats largest = splat(kMinusInfinity), weight = {};
 };
 
-// What turns products of queries with keys into scores, for the heads from `first_head` on.
+// What turns products of queries with keys into scores, for the heads taken together.
 struct HeadRule {
     const ScoreRule &rule;
     const float *slopes;  // ALiBi, of the first of the heads; or null
@@ -281,8 +278,10 @@ void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial r
     std::fill_n(result.sums, group * v_dim, 0.0f);
 
     Tile tiles[2];
-    if (item.begin < item.end) point<kScaled>(tiles[0], call, task, item.begin);
-    if (item.begin < item.end && !tasks.foreseen()) ask_for_keys(tiles[0], k_dim * sizeof(Element));
+    if (item.begin < item.end) {
+        point<kScaled>(tiles[0], call, task, item.begin);
+        if (!tasks.foreseen()) ask_for_keys(tiles[0], k_dim * sizeof(Element));
+    }
     for (int64_t begin = item.begin, turn = 0; begin < item.end; begin += kDecodeKeys, turn ^= 1) {
         const Tile &tile = tiles[turn];
         Tile *next = &tiles[turn ^ 1];
@@ -294,14 +293,14 @@ void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial r
             next = &tiles[turn];
         }
         Ahead ahead(*next, k_dim * sizeof(Element), v_dim * sizeof(Element));
-        by_heads<kMostHeads>(group, [&](auto heads, int h) {
+        by_heads(group, [&](auto heads, int h) {
             const float *slopes = layer.alibi_slopes ? layer.alibi_slopes + first_head + h : nullptr;
             attend_tile<Element, kScaled, heads>(
                 {queries + h * k_dim, result.sums + h * v_dim, softmax[h], {rule, slopes, item.q_position}}, tile, k_dim,
                 v_dim, ahead);
         });
     }
-    by_heads<kMostHeads>(group, [&](auto heads, int h) {
+    by_heads(group, [&](auto heads, int h) {
         for (int i = 0; i < heads; i++) {
             result.largest[h + i] = softmax[h].largest[i];
             result.weights[h + i] = softmax[h].weight[i];
