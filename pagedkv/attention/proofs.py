@@ -88,12 +88,11 @@ class WriteProof:
     __slots__ = (
         "_device",
         "_dtypes",
-        "_k_shape",
         "_k_strides",
         "_name",
         "_on_cpu",
+        "_shapes",
         "_slot_stride",
-        "_v_shape",
         "_v_strides",
         "backend",
         "kept",
@@ -102,7 +101,8 @@ class WriteProof:
     def __init__(self, call: WriteCall, name: str | None, backend: Backend) -> None:
         k, v = call.k, call.v
         self._name, self._device, self._on_cpu = name, k.device, k.device.type == "cpu"
-        self._k_shape, self._k_strides, self._v_shape, self._v_strides = k.shape, k.stride(), v.shape, v.stride()
+        self._shapes = k.shape, v.shape, call.slot_mapping.shape
+        self._k_strides, self._v_strides = k.stride(), v.stride()
         self._dtypes = k.dtype, v.dtype, torch.int64
         self._slot_stride = call.slot_mapping.stride()
         self.backend = backend
@@ -119,14 +119,18 @@ class WriteProof:
             and v.stride() == self._v_strides
             and slot_mapping.stride() == self._slot_stride
             and (k.dtype, v.dtype, slot_mapping.dtype) == self._dtypes
-            and (k.shape == self._k_shape or k.shape[1:] == self._k_shape[1:])
-            and (v.shape == self._v_shape or v.shape[1:] == self._v_shape[1:])
-            and len(k) == len(v) == len(slot_mapping)
+            and self._are_shapes(k.shape, v.shape, slot_mapping.shape)
             and (
                 k.is_cpu and v.is_cpu and slot_mapping.is_cpu
                 if self._on_cpu
                 else k.device == v.device == slot_mapping.device == self._device
             )
+        )
+
+    def _are_shapes(self, k: torch.Size, v: torch.Size, slots: torch.Size) -> bool:
+        """Whether the shapes are those proved but for the number of tokens, which is the same in all."""
+        return (k, v, slots) == self._shapes or (
+            k[1:] == self._shapes[0][1:] and v[1:] == self._shapes[1][1:] and (k[0],) == (v[0],) == slots
         )
 
 

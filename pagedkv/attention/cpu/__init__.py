@@ -80,8 +80,9 @@ def attend(call: AttendCall, out: torch.Tensor) -> None:
     """Run the kernel: one C call."""
     q = call.q
     step: _Step | None = call.batch.prepared.get("cpu")
-    if step is None or step.total_q != len(q):
-        step = call.batch.prepared["cpu"] = _prepare_step(call.batch, len(q))
+    total_q = q.shape[0]  # a tensor's len() takes 0.4 us more
+    if step is None or step.total_q != total_q:
+        step = call.batch.prepared["cpu"] = _prepare_step(call.batch, total_q)
     kept: _Kept | None = call.kept.get("cpu")
     if kept is None:
         kept = call.kept["cpu"] = _keep_layer(call, out)

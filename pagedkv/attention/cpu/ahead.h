@@ -42,6 +42,12 @@ class Ahead {
         }
     }
 
+    // Ask for the next `lines` lines, in loops that have no place of their own.
+    void ask_for(int lines) {
+        for (int line = 0; line < lines; line++) ask(place_, line);
+        pass(place_, lines);
+    }
+
   private:
     void add(const Tile &tile, const char *const *rows, int64_t row_bytes) {
         for (int i = 0; i < tile.num_pieces; i++) {

@@ -166,8 +166,7 @@ struct Run {
     const Plan &plan;
     float *partials;                     // [num_kv_heads][plan.partial_floats]
     std::atomic<int32_t> *missing_parts; // [items * num_kv_heads], used at each first split
-    DecodeKernel decode;
-    PrefillKernel prefill;
+    Kernel decode, prefill;
     int64_t kernel_floats;
 
     float *part(int64_t kv_head, const Item &item) const {
@@ -181,11 +180,7 @@ struct Run {
         const int64_t rows = item.num_tokens * call.group(), v_dim = call.layer.v_dim;
         float *own = item.num_splits > 1 ? part(kv_head, item) : memory + kernel_floats;
         const Partial result(own, rows, v_dim);
-        if (item.decode) {
-            decode(call, task, tasks, memory, result);
-        } else {
-            prefill(call, item, kv_head, memory, result);
-        }
+        (item.decode ? decode : prefill)(call, task, tasks, memory, result);
         if (item.num_splits == 1) return finish(call, item, kv_head, &own);
         std::atomic<int32_t> &missing = missing_parts[item.first_split * heads + kv_head];
         if (missing.fetch_sub(1, std::memory_order_acq_rel) > 1) return;

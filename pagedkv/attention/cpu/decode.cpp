@@ -8,7 +8,7 @@
 // written for few instructions, and unrolled so that it matters little where they fall in memory.
 #include "ahead.h"
 #include "score_rule.h"
-#include "work.h"
+#include "tile_walk.h"
 
 namespace pagedkv {
 namespace {
@@ -255,14 +255,6 @@ void attend_tile(const Heads &heads, const Tile &tile, int64_t k_dim, int64_t v_
     tile_values<Element, kHeads>(heads.sums, corrections, scores, tile, v_dim, ahead);
 }
 
-// Point `tile` at the task's keys from `begin` on.
-template <bool kScaled>
-void point(Tile &tile, const Call &call, Task task, int64_t begin) {
-    const Item &item = *task.item;
-    point_at<kScaled>(tile, call.head_pages(task.kv_head), call.table(item.sequence), item.keys, begin,
-                      std::min(begin + kDecodeKeys, item.end));
-}
-
 template <class Element, bool kScaled>
 void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial result) {
     const pagedkv_layer &layer = call.layer;
@@ -277,27 +269,15 @@ void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial r
     }
     std::fill_n(result.sums, group * v_dim, 0.0f);
 
-    Tile tiles[2];
-    if (item.begin < item.end) {
-        point<kScaled>(tiles[0], call, task, item.begin);
-        if (!tasks.foreseen()) ask_for_keys(tiles[0], k_dim * sizeof(Element));
-    }
-    for (int64_t begin = item.begin, turn = 0; begin < item.end; begin += kDecodeKeys, turn ^= 1) {
-        const Tile &tile = tiles[turn];
-        Tile *next = &tiles[turn ^ 1];
-        if (begin + kDecodeKeys < item.end) {
-            point<kScaled>(*next, call, task, begin + kDecodeKeys);
-        } else if (const Task after = tasks.upcoming(); after.item && after.item->begin < after.item->end) {
-            point<kScaled>(*next, call, after, after.item->begin);
-        } else {
-            next = &tiles[turn];
-        }
-        Ahead ahead(*next, k_dim * sizeof(Element), v_dim * sizeof(Element));
+    TileWalk<kScaled, kDecodeKeys> walk(call, task, tasks);
+    if (walk.more() && !tasks.foreseen()) ask_for_keys(walk.tile(), k_dim * sizeof(Element));
+    for (; walk.more(); walk.step()) {
+        Ahead ahead(walk.next(), k_dim * sizeof(Element), v_dim * sizeof(Element));
         by_heads(group, [&](auto heads, int h) {
             const float *slopes = layer.alibi_slopes ? layer.alibi_slopes + first_head + h : nullptr;
             attend_tile<Element, kScaled, heads>(
-                {queries + h * k_dim, result.sums + h * v_dim, softmax[h], {rule, slopes, item.q_position}}, tile, k_dim,
-                v_dim, ahead);
+                {queries + h * k_dim, result.sums + h * v_dim, softmax[h], {rule, slopes, item.q_position}}, walk.tile(),
+                k_dim, v_dim, ahead);
         });
     }
     by_heads(group, [&](auto heads, int h) {
@@ -310,7 +290,7 @@ void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial r
 
 }  // namespace
 
-DecodeKernel decode_kernel(int32_t kv_dtype) {
+Kernel decode_kernel(int32_t kv_dtype) {
     switch (kv_dtype) {
         case PAGEDKV_FLOAT32: return decode<float, false>;
         case PAGEDKV_BFLOAT16: return decode<BFloat16, false>;

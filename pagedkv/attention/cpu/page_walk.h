@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "abi.h"
+#include "vectors.h"
 
 namespace pagedkv {
 
@@ -64,12 +65,30 @@ struct Piece {
 // Up to kTileKeys consecutive visible keys, in pieces. Up to three rows of K past `count` repeat the last one, so that
 // keys can be taken by three or four.
 struct Tile {
+    static constexpr int kRoom = kTileKeys + kLanes;  // the last vector of addresses or positions may stand over
     int count, num_pieces;
     Piece pieces[kTileKeys];
-    const char *k[kTileKeys], *v[kTileKeys];
-    const float *k_scale[kTileKeys], *v_scale[kTileKeys];
-    int32_t position[kTileKeys];
+    const char *k[kRoom], *v[kRoom];
+    const float *k_scale[kRoom], *v_scale[kRoom];
+    int32_t position[kRoom];
 };
+
+// Set to[i] = first + i * stride bytes for i < count, and for up to a vector more.
+template <class Pointee>
+inline void fill_addresses(const Pointee **to, const Pointee *first, int64_t stride, int count) {
+    using Addresses = int64_t __attribute__((vector_size(kVectorBytes)));
+    constexpr int kTogether = kVectorBytes / sizeof(int64_t);
+    Addresses addresses;
+    for (int i = 0; i < kTogether; i++) addresses[i] = reinterpret_cast<int64_t>(first) + i * stride;
+    for (int i = 0; i < count; i += kTogether, addresses += kTogether * stride) store(to + i, addresses);
+}
+
+// Likewise first, first + 1, ….
+inline void fill_positions(int32_t *to, int64_t first, int count) {
+    Ints positions;
+    for (int i = 0; i < kLanes; i++) positions[i] = static_cast<int32_t>(first + i);
+    for (int i = 0; i < count; i += kLanes, positions += kLanes) store(to + i, positions);
+}
 
 // Point `tile` at the visible keys `begin` to `end` of the list, at most kTileKeys of them.
 template <bool kScaled>
@@ -85,20 +104,16 @@ inline void point_at(Tile &tile, const HeadPages &pages, const Table &table, con
         int64_t page = table.page(block);
         const char *k = pages.k + page * pages.k_page + offset * pages.k_slot;
         const char *v = pages.v + page * pages.v_page + offset * pages.v_slot;
-        for (int i = 0; i < run; i++) {
-            tile.k[filled + i] = k + i * pages.k_slot;
-            tile.v[filled + i] = v + i * pages.v_slot;
-            tile.position[filled + i] = static_cast<int32_t>(position + i);
-        }
+        fill_addresses(tile.k + filled, k, pages.k_slot, run);
+        fill_addresses(tile.v + filled, v, pages.v_slot, run);
+        fill_positions(tile.position + filled, position, run);
         if constexpr (kScaled) {
             const float *k_scale = pages.k_scales + page * pages.k_scale_page + offset * pages.k_scale_slot;
             const float *v_scale = pages.v_scales + page * pages.v_scale_page + offset * pages.v_scale_slot;
             __builtin_prefetch(k_scale);
             __builtin_prefetch(v_scale);
-            for (int i = 0; i < run; i++) {
-                tile.k_scale[filled + i] = k_scale + i * pages.k_scale_slot;
-                tile.v_scale[filled + i] = v_scale + i * pages.v_scale_slot;
-            }
+            fill_addresses(tile.k_scale + filled, k_scale, pages.k_scale_slot * sizeof(float), run);
+            fill_addresses(tile.v_scale + filled, v_scale, pages.v_scale_slot * sizeof(float), run);
         }
         tile.pieces[tile.num_pieces++] = {filled, run};
         filled += run;

@@ -4,8 +4,9 @@
 // K and V is widened to fp32 once for all rows. Then scores [key][row] and sums [channel][row] are both products of
 // broadcast elements of the tile (A) with vectors of rows (B), in one register-blocked micro-kernel. With rows in the
 // lanes, softmax needs no shuffle: largest, sum, mask and correction are vectors too.
+#include "ahead.h"
 #include "score_rule.h"
-#include "work.h"
+#include "tile_walk.h"
 
 namespace pagedkv {
 namespace {
@@ -117,12 +118,28 @@ KeySpan span_of(const Tile &tile, const BlockRows<kVectors> &rows, const pagedkv
     return span;
 }
 
+// What an item's blocks share while they go through a tile. Loops take out what they need (where each product read it
+// again, for stores might have changed it, prefill took 1.03x).
+struct Pass {
+    const Call &call;
+    const Buffers &buffers;
+    const ScoreRule &rule;
+    const Tile &tile;
+    bool v_finite;
+    Ahead &ahead;  // of the next tile
+    int lines;     // to ask for with each product
+};
+
 // Score every key of the span for kVectors vectors of rows.
 template <int kVectors>
-void block_scores(const Buffers &buffers, const float *queries, KeySpan span) {
+void block_scores(const Pass &pass, const float *queries, KeySpan span) {
+    const Buffers &buffers = pass.buffers;
+    Ahead &ahead = pass.ahead;
+    const int lines = pass.lines;
     constexpr int kCount = kBroadcasts<kVectors>;
     for (int key = span.begin / kCount * kCount; key < span.end; key += kCount) {
         Floats sums[kCount][kVectors];
+        ahead.ask_for(lines);
         product(sums, buffers.k_tile + key * buffers.k_stride, buffers.k_stride, 1, queries, buffers.k_dim);
         for (int i = 0; i < kCount; i++) {
             for (int v = 0; v < kVectors; v++) {
@@ -186,12 +203,16 @@ void block_weigh(float *scores, KeySpan span, float *largest, float *weights, Fl
 
 // sums = sums * corrections + weights . V over the span.
 template <int kVectors>
-void block_values(const Buffers &buffers, float *sums, KeySpan span, const Floats (&corrections)[kVectors]) {
+void block_values(const Pass &pass, float *sums, KeySpan span, const Floats (&corrections)[kVectors]) {
+    const Buffers &buffers = pass.buffers;
+    Ahead &ahead = pass.ahead;
+    const int lines = pass.lines;
     constexpr int kCount = kBroadcasts<kVectors>;
     const float *weights = buffers.scores + span.begin * kVectors * kLanes;
     const float *values = buffers.v_tile + span.begin * buffers.v_stride;
     for (int64_t channel = 0; channel < buffers.v_dim; channel += kCount) {
         Floats added[kCount][kVectors];
+        ahead.ask_for(lines);
         product(added, values + channel, 1, buffers.v_stride, weights, span.end - span.begin);
         float *to = sums + channel * kVectors * kLanes;
         for (int i = 0; i < kCount; i++) {
@@ -231,22 +252,13 @@ bool all_finite(const Buffers &buffers, int count) {
     return probe == 0;
 }
 
-// What an item's blocks share while they go through a tile.
-struct Pass {
-    const Call &call;
-    const Buffers &buffers;
-    const ScoreRule &rule;
-    const Tile &tile;
-    bool v_finite;
-};
-
 template <int kVectors>
 void attend_block(const Pass &pass, int64_t first_row) {
     const Buffers &buffers = pass.buffers;
     const BlockRows<kVectors> rows(buffers, first_row);
     const KeySpan span = span_of(pass.tile, rows, pass.call.layer);
     if (span.begin >= span.end) return;
-    block_scores<kVectors>(buffers, buffers.queries + first_row * buffers.k_dim, span);
+    block_scores<kVectors>(pass, buffers.queries + first_row * buffers.k_dim, span);
     if (span.masked || pass.call.layer.alibi_slopes || pass.rule.softcap > 0) {
         bend_scores(buffers.scores, pass.tile, span, rows, pass.call, pass.rule);
     }
@@ -256,7 +268,7 @@ void attend_block(const Pass &pass, int64_t first_row) {
     if (span.masked && !pass.v_finite) {
         block_values_guarded(buffers, sums, span, corrections);
     } else {
-        block_values(buffers, sums, span, corrections);
+        block_values(pass, sums, span, corrections);
     }
 }
 
@@ -346,17 +358,25 @@ void load_tile(const Buffers &buffers, const Tile &tile) {
     }
 }
 
+// Lines of a whole tile's K and V that each product on the tile before it asks for.
+int lines_a_product(int64_t num_rows, int64_t v_dim, int64_t lines_of_key) {
+    const int64_t blocks = (num_rows + kBlockRows - 1) / kBlockRows;
+    const int64_t products = blocks * (kTileKeys + v_dim) / kBroadcasts<kBlockVectors>;
+    return static_cast<int>((kTileKeys * lines_of_key + products - 1) / products);
+}
+
 template <class Element, bool kScaled>
-void prefill(const Call &call, const Item &item, int64_t kv_head, float *memory, Partial result) {
+void prefill(const Call &call, Task task, Tasks &tasks, float *memory, Partial result) {
+    const Item &item = *task.item;
     const int64_t num_rows = item.num_tokens * call.group(), padded = rounded_up(num_rows, kLanes);
-    const HeadPages pages = call.head_pages(kv_head);
-    const Table table = call.table(item.sequence);
+    const size_t k_bytes = call.layer.k_dim * sizeof(Element), v_bytes = call.layer.v_dim * sizeof(Element);
+    const int lines = lines_a_product(num_rows, call.layer.v_dim, lines_of(k_bytes) + lines_of(v_bytes));
     const ScoreRule rule(call.layer);
     const Buffers buffers(memory, call.layer, num_rows);
 
-    load_queries(call, item, kv_head, rule.query_factor, buffers);
+    load_queries(call, item, task.kv_head, rule.query_factor, buffers);
     for (int64_t row = 0; row < padded; row++) {
-        const int64_t real = std::min(row, num_rows - 1), head = kv_head * call.group() + real % call.group();
+        const int64_t real = std::min(row, num_rows - 1), head = task.kv_head * call.group() + real % call.group();
         const int32_t position = static_cast<int32_t>(item.q_position + real / call.group());
         std::memcpy(buffers.positions + row, &position, sizeof position);
         buffers.slopes[row] = call.layer.alibi_slopes ? call.layer.alibi_slopes[head] * kLog2E : 0.0f;
@@ -365,12 +385,12 @@ void prefill(const Call &call, const Item &item, int64_t kv_head, float *memory,
     std::fill_n(buffers.largest, padded, kMinusInfinity);
     std::fill_n(buffers.weights, padded, 0.0f);
 
-    Tile tile;
-    for (int64_t begin = item.begin; begin < item.end; begin += kTileKeys) {
-        point_at<kScaled>(tile, pages, table, item.keys, begin, std::min(begin + kTileKeys, item.end));
+    for (TileWalk<kScaled, kTileKeys> walk(call, task, tasks); walk.more(); walk.step()) {
+        const Tile &tile = walk.tile();
         load_tile<Element, kScaled>(buffers, tile);
+        Ahead ahead(walk.next(), k_bytes, v_bytes);
         const bool masked = call.layer.window || tile.position[tile.count - 1] > item.q_position;
-        const Pass pass{call, buffers, rule, tile, !masked || all_finite(buffers, tile.count)};
+        const Pass pass{call, buffers, rule, tile, !masked || all_finite(buffers, tile.count), ahead, lines};
         by_blocks(num_rows, [&](auto vectors, int64_t first_row) { attend_block<vectors>(pass, first_row); });
     }
     hand_over(buffers, num_rows, result);
@@ -378,7 +398,7 @@ void prefill(const Call &call, const Item &item, int64_t kv_head, float *memory,
 
 }  // namespace
 
-PrefillKernel prefill_kernel(int32_t kv_dtype) {
+Kernel prefill_kernel(int32_t kv_dtype) {
     switch (kv_dtype) {
         case PAGEDKV_FLOAT32: return prefill<float, false>;
         case PAGEDKV_BFLOAT16: return prefill<BFloat16, false>;

@@ -128,18 +128,17 @@ struct Call {
 // The queries of a row, fp32 times `factor`, in the stored order of the pages' dtype.
 void read_query(const Call &call, int64_t row, int64_t head, float factor, float *to);
 
-// The two kernels: attend from the item's tokens with the query heads of one KV head to the item's keys.
+// The two kernels: attend from the task's tokens with the query heads of its KV head to the task's keys. Both ask for the
+// first keys of the task that comes after it in `tasks`.
 //
-// decode: one token, few query heads; dot products along the channels. Needs dims that are multiples of kLanes. Asks for
-// the first keys of the task that comes after it in `tasks`.
+// decode: one token, few query heads; dot products along the channels. Needs dims that are multiples of kLanes.
 // prefill: any rows; one row a vector lane.
 // `memory` holds decode_scratch() or prefill_scratch() floats.
-using DecodeKernel = void (*)(const Call &, Task, Tasks &tasks, float *memory, Partial result);
-using PrefillKernel = void (*)(const Call &, const Item &, int64_t kv_head, float *memory, Partial result);
+using Kernel = void (*)(const Call &, Task, Tasks &tasks, float *memory, Partial result);
 
-DecodeKernel decode_kernel(int32_t kv_dtype);
+Kernel decode_kernel(int32_t kv_dtype);
 int64_t decode_scratch(const pagedkv_layer &layer);
-PrefillKernel prefill_kernel(int32_t kv_dtype);
+Kernel prefill_kernel(int32_t kv_dtype);
 int64_t prefill_scratch(const pagedkv_layer &layer, int64_t rows);
 
 }  // namespace pagedkv

@@ -48,7 +48,7 @@ def _tried(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return (
         q.dim() == k.dim() == 4
         and cos.dim() == 3
-        and len(q) == len(k) == len(cos) == 1
+        and q.shape[0] == k.shape[0] == cos.shape[0] == 1
         and q.shape[2:] == k.shape[2:] == cos.shape[1:]
         and q.dtype == k.dtype == cos.dtype == sin.dtype
         and q.is_cpu

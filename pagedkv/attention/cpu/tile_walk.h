@@ -1,0 +1,52 @@
+// A task's keys, tile after tile, with a look at the tile that comes next.
+#pragma once
+
+#include "work.h"
+
+namespace pagedkv {
+
+// Tiles of at most kMostKeys keys. The next one of a task's last tile is the first of the thread's next task.
+template <bool kScaled, int kMostKeys>
+class TileWalk {
+  public:
+    TileWalk(const Call &call, Task task, Tasks &tasks)
+        : call_(call), task_(task), tasks_(tasks), begin_(task.item->begin) {
+        if (!more()) return;
+        point(*tile_, task_, begin_);
+        look();
+    }
+    TileWalk(const TileWalk &) = delete;
+
+    bool more() const { return begin_ < task_.item->end; }
+    void step() {
+        begin_ += kMostKeys;
+        std::swap(tile_, next_);
+        if (more()) look();
+    }
+    const Tile &tile() const { return *tile_; }
+    // The tile itself where nothing comes after it.
+    const Tile &next() const { return last_ ? *tile_ : *next_; }
+
+  private:
+    void look() {
+        if (begin_ + kMostKeys < task_.item->end) return point(*next_, task_, begin_ + kMostKeys);
+        const Task after = tasks_.upcoming();
+        last_ = !after.item || after.item->begin >= after.item->end;
+        if (!last_) point(*next_, after, after.item->begin);
+    }
+    void point(Tile &tile, Task task, int64_t begin) {
+        const Item &item = *task.item;
+        point_at<kScaled>(tile, call_.head_pages(task.kv_head), call_.table(item.sequence), item.keys, begin,
+                          std::min(begin + kMostKeys, item.end));
+    }
+
+    const Call &call_;
+    const Task task_;
+    Tasks &tasks_;
+    int64_t begin_;
+    bool last_ = false;
+    Tile tiles_[2];
+    Tile *tile_ = &tiles_[0], *next_ = &tiles_[1];
+};
+
+}  // namespace pagedkv
