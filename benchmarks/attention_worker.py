@@ -44,7 +44,7 @@ class Data:
         self.batch, self.q_len, self.ctx = case["batch"], case["q_len"], case["ctx"]
         (self.q_heads, self.kv_heads), self.dim, self.page = case["heads"], case["dim"], case["page"]
         self.dtype, self.quantised = DTYPES[case["dtype"]], case["dtype"] == "int8"
-        self.layers, self.scale = case["layers"], case["dim"] ** -0.5
+        self.layers, self.scale, self.bare = case["layers"], case["dim"] ** -0.5, case["bare"]
         draw = torch.Generator().manual_seed(0)
         blocks = -(-self.ctx // self.page)
         num_pages = self.batch * blocks + 1
@@ -104,6 +104,8 @@ def pagedkv_ways(data: Data) -> dict[str, Way]:
         k, v, scales = pages[layer]
         return paged_attention(data.q, k, v, batch, specs[layer], kv_scales=scales, backend="cpu")
 
+    if data.bare:
+        return {"pagedkv": run, "kernel": _bare_calls(run, data, batch, specs)}
     if not data.quantised:
         return {"pagedkv": run}
     plain = [LayerSpec(data.scale) for _ in range(data.layers)]
@@ -111,6 +113,29 @@ def pagedkv_ways(data: Data) -> dict[str, Way]:
         "pagedkv": run,
         "bf16": lambda layer: paged_attention(data.q, data.k[layer], data.v[layer], batch, plain[layer], backend="cpu"),
     }
+
+
+def _bare_calls(run: Way, data: Data, batch: Any, specs: list[Any]) -> Way:
+    """Return the compiled function alone, with the structs that the operator prepared for its first calls."""
+    from pagedkv.attention.cpu import structs
+    from pagedkv.attention.proofs import known_pages
+
+    layers, out, threads = [], torch.empty_like(data.q), torch.get_num_threads()
+    for layer, (k, v, spec) in enumerate(zip(data.k, data.v, specs, strict=True)):
+        run(layer)
+        pages = known_pages(k, v, None)
+        if pages is None:
+            raise RuntimeError("the operator did not remember its page tensors")
+        layers.append(pages.attends[id(spec)].kept["cpu"].address)
+    attend, step = structs.functions().attend, batch.prepared["cpu"].address
+    q_address, out_address = data.q.data_ptr(), out.data_ptr()
+
+    def call(layer: int) -> torch.Tensor:
+        if attend(layers[layer], step, q_address, out_address, threads):
+            raise RuntimeError("the kernel refused")
+        return out
+
+    return call
 
 
 def torch_ways(data: Data) -> dict[str, Way]:

@@ -4,7 +4,9 @@ The project's kernels, ``sdpa`` over contiguous K and V (query heads of a group 
 transformers does), ``cat`` (grown by `torch.cat` first, as its `DynamicCache` is), ``gather`` (pages gathered first:
 the project's own path without a compiler) and ``vllm``'s CPU operator in an environment of its own (`make peers`). Each
 kind is a process of its own and stopped while another runs. *Cold* goes through more layers than the caches hold, *hot*
-through one. A case is timed after each subject came within its dtype's error of a float64 answer.
+through one. A *call* over few keys is also timed without Python (``kernel``: the compiled function through ctypes,
+everything prepared), so that the rest is what Python costs. A case is timed after each subject came within its dtype's
+error of a float64 answer.
 
 What the machine can do at most takes its turn among them, since on a shared one it changes by the minute: ``stream``
 reads as many bytes in order as a cold decode must read, ``pages`` the very pages in the table's order and does nothing
@@ -40,7 +42,10 @@ SMALL, LARGE = ((9, 3), 64), ((32, 8), 128)
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: ``batch`` sequences with ``q_len`` queries each over ``ctx`` tokens, in ``layers`` layers."""
+    """One measurement: ``batch`` sequences with ``q_len`` queries each over ``ctx`` tokens, in ``layers`` layers.
+
+    ``linears`` puts a product between layers, ``write`` stores tokens instead, ``bare`` times the kernel alone as well.
+    """
 
     name: str
     dtype: str
@@ -53,6 +58,7 @@ class Case:
     layers: int
     linears: bool = False
     write: bool = False
+    bare: bool = False
 
     @property
     def bytes_read(self) -> float:
@@ -103,7 +109,7 @@ def cases(*, quick: bool) -> list[Case]:
                 found.append(Case(name, dtype, heads, dim, page, rows, q_len, ctx, 1))
     heads, dim = SMALL
     for dtype in ("bf16", "fp32"):
-        found.append(Case(f"call {dtype} B1 ctx64", dtype, heads, dim, 32, 1, 1, 64, 30))
+        found.append(Case(f"call {dtype} B1 ctx64", dtype, heads, dim, 32, 1, 1, 64, 30, bare=True))
         found += [
             Case(f"write {dtype} {tokens} tokens", dtype, heads, dim, 32, tokens, 1, 32, 1, write=True)
             for tokens in (1, 1024)
@@ -127,10 +133,10 @@ def measure(case: Case, pool: WorkerPool, kinds: list[str], rounds: int, report:
             if subject == "cat" and (case.q_len > 1 or case.linears):
                 continue
             runs[subject] = partial(_seconds, pool, kind, subject, 1)
-    slowest = max(run() for run in runs.values())
-    repeat = max(1, int(0.02 / (slowest * case.layers)))
     for subject, run in runs.items():
         kind = run.args[1]  # type: ignore[attr-defined]
+        # A process that was stopped takes a while to be warm again: each runs as long as the others.
+        repeat = max(1, int(0.02 / (run() * case.layers)))
         runs[subject] = partial(_seconds, pool, kind, subject, repeat)
     medians = interleave(runs, rounds)
     _add(case, medians, report)
@@ -151,6 +157,8 @@ def _add(case: Case, medians: dict[str, float], report: Report) -> None:
             report.add(case.name, subject, case.operations / seconds / 1e9, "GFLOP/s")
         else:
             report.add(case.name, subject, 1e6 * seconds, "us", "lower")
+    if "kernel" in medians:
+        report.add(case.name, "pagedkv without kernel", 1e6 * (medians["pagedkv"] - medians["kernel"]), "us", "lower")
     for peer in ("vllm", "sdpa", "cat", "gather", "bf16"):
         if peer in medians:
             report.add(case.name, f"x {peer}", medians[peer] / medians["pagedkv"], "ratio")
