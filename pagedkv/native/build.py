@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -172,8 +173,17 @@ def _compile_all(compiler: list[str], variants: list[Variant], output: Path) -> 
 
 
 def _names(source: Path, files: list[Path], macro: str) -> bool:
-    """Whether a source or any header says ``macro``, so that it may read differently where that is defined."""
-    return any(macro in path.read_text(encoding="utf-8") for path in files if path == source or path.suffix == ".h")
+    """Whether a source or a header it includes says ``macro``: then it may read differently where that is defined."""
+    headers = {path.name: path for path in files if path.suffix == ".h"}
+    found, unread = {source}, [source]
+    while unread:
+        text = unread.pop().read_text(encoding="utf-8")
+        if macro in text:
+            return True
+        included = {headers[name] for name in re.findall(r'#include "(.+)"', text) if name in headers}
+        unread += included - found
+        found |= included
+    return False
 
 
 def _link(compiler: list[str], objects: list[Path], library: Path) -> str | None:

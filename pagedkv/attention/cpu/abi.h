@@ -125,7 +125,8 @@ PAGEDKV_EXPORT int32_t pagedkv_copy_pages(void *const *tensors, const int64_t *p
 // PAGEDKV_ABI_VERSION of the library that was loaded.
 PAGEDKV_EXPORT int32_t pagedkv_abi_version(void);
 
-// What the library was compiled for: "x86-64-v3", "x86-64-v4", "x86-64-v4+bf16", "aarch64" or "baseline".
+// What the library was compiled for: "x86-64-v3", "x86-64-v4", "aarch64" or "baseline", with "+bf16" where bf16 is multiplied
+// in pairs.
 PAGEDKV_EXPORT const char *pagedkv_isa(void);
 
 #ifdef __cplusplus

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <vector>
 
+#include "pairs.h"
 #include "scratch.h"
 #include "softmax.h"
 #include "work.h"
@@ -225,8 +226,8 @@ int32_t attend(const Call &call, int32_t num_threads) {
             }
         }
     }
-    const Run run{call, plan, partials, missing_parts.data(), decode_kernel(call.layer.kv_dtype),
-                  prefill_kernel(call.layer.kv_dtype), kernel_floats};
+    const Run run{call, plan, partials, missing_parts.data(), decode_kernel(call.layer),
+                  prefill_kernel(call.layer), kernel_floats};
 
     const int64_t work = plan.work * heads * (call.layer.k_dim + call.layer.v_dim);
     const int64_t threads = work < kSerialWork ? 1 : std::min<int64_t>(num_threads, num_tasks);
@@ -283,6 +284,11 @@ void read_query(const Call &call, int64_t row, int64_t head, float factor, float
     }
 }
 
+void copy_query(const Call &call, int64_t row, int64_t head, BFloat16 *to) {
+    const BFloat16 *from = reinterpret_cast<const BFloat16 *>(call.q.at(row, head));
+    for (int64_t i = 0; i < call.layer.k_dim; i++) to[i] = from[i * call.q.strides[2]];
+}
+
 }  // namespace pagedkv
 
 extern "C" {
@@ -312,12 +318,10 @@ int32_t pagedkv_attend(const pagedkv_step *step, const pagedkv_layer *layer, con
 int32_t pagedkv_abi_version(void) { return PAGEDKV_ABI_VERSION; }
 
 const char *pagedkv_isa(void) {
-#if defined(__AVX512BF16__)
-    return "x86-64-v4+bf16";
-#elif defined(__AVX512F__)
-    return "x86-64-v4";
+#if defined(__AVX512F__)
+    return pagedkv::kPairProducts ? "x86-64-v4+bf16" : "x86-64-v4";
 #elif defined(__AVX2__)
-    return "x86-64-v3";
+    return pagedkv::kPairProducts ? "x86-64-v3+bf16" : "x86-64-v3";
 #elif defined(__aarch64__)
     return "aarch64";
 #else

@@ -4,9 +4,12 @@
 // heads in registers together, then its V rows for the weighted sums. Meanwhile the rows of the next tile are asked for,
 // and at the end those of the next task; see docs/kernels.md.
 //
+// bf16 is multiplied in pairs where the processor can (pairs.h): pairs of channels for the scores, of keys for the sums.
+//
 // Where another thread shares the core, the loops below are bound by instructions fetched, not by multiply-adds: they are
 // written for few instructions, and unrolled so that it matters little where they fall in memory.
 #include "ahead.h"
+#include "pairs.h"
 #include "score_rule.h"
 #include "tile_walk.h"
 
@@ -15,6 +18,10 @@ namespace {
 
 // Query heads taken together.
 constexpr int kMostHeads = 4;
+
+// Queries are fp32, or bf16 as they came, for products of pairs.
+template <class Query>
+constexpr bool kPaired = std::is_same_v<Query, BFloat16>;
 
 // Scores and weights of a tile stand key by key, a slot a head: then a vector holds whole keys, softmax needs no shuffles
 // but at the end, and what is for a head is in lanes of equal (lane % kSlots). Three heads leave a slot empty.
@@ -55,10 +62,22 @@ inline void add_products(Floats (&sums)[kKeys][kSlots<kHeads>], const float *que
     }
 }
 
+// The same over pairs of channels, two vectors of them.
+template <int kHeads, int kKeys>
+inline void add_products(Floats (&sums)[kKeys][kSlots<kHeads>], const BFloat16 *queries, int64_t dim,
+                         const BFloat16 *const (&rows)[kKeys], int64_t i) {
+    Words keys[kKeys];
+    for (int key = 0; key < kKeys; key++) keys[key] = load<Words>(rows[key] + i);
+    for (int h = 0; h < kHeads; h++) {
+        const Words query = load<Words>(queries + h * dim + i);
+        for (int key = 0; key < kKeys; key++) sums[key][h] = add_pair_products(sums[key][h], keys[key], query);
+    }
+}
+
 // scores[key][h] = query h . key, for kHeads heads and all keys of a tile. A function of its own, as `add_values` is:
 // inlined into the walk, GCC spills the sums.
-template <class Element, int kHeads>
-[[gnu::noinline]] void tile_scores(const float *queries, const Tile &tile, int64_t dim, Ahead &ahead, float *scores) {
+template <class Element, class Query, int kHeads>
+[[gnu::noinline]] void tile_scores(const Query *queries, const Tile &tile, int64_t dim, Ahead &ahead, float *scores) {
     constexpr int kKeys = kScoreKeys<kHeads>, kPair = 2 * kLanes;
     constexpr int kLines = lines_of(kKeys * kPair * sizeof(Element));
     Ahead::Place place = ahead.place();
@@ -72,13 +91,19 @@ template <class Element, int kHeads>
         int64_t i = 0;
         for (; i + kPair <= dim; i += kPair) {
             for (int line = 0; line < kLines; line++) Ahead::ask(place, line);
-            add_products<kHeads, kKeys>(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
-            add_products<kHeads, kKeys>(sums, queries + i + kLanes, dim,
-                                        [&](int key) { return widen_half<1>(keys[key] + i); });
+            if constexpr (kPaired<Query>) {
+                add_products<kHeads, kKeys>(sums, queries, dim, keys, i);
+            } else {
+                add_products<kHeads, kKeys>(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
+                add_products<kHeads, kKeys>(sums, queries + i + kLanes, dim,
+                                            [&](int key) { return widen_half<1>(keys[key] + i); });
+            }
             ahead.pass(place, kLines);
         }
-        if (i < dim) {
-            add_products<kHeads, kKeys>(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
+        if constexpr (!kPaired<Query>) {
+            if (i < dim) {
+                add_products<kHeads, kKeys>(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
+            }
         }
         const Floats *flat = &sums[0][0];
         for (int slot = 0; slot < kKeys * kSlots<kHeads>; slot += 4) {
@@ -147,6 +172,54 @@ template <class Element, int kHeads, int kVectors>
     }
     ahead.settle(place);
     return offset;
+}
+
+// weights [key][slot] of even keys become pairs of themselves and the next key's, 0 after the last.
+template <int kHeads>
+void pair_weights(float *weights, int count) {
+    static_assert(!kPairProducts || 2 * kSlots<kHeads> <= kLanes);
+    for (int i = 0; i < count * kSlots<kHeads>; i += kLanes) {
+        const Floats own = load<Floats>(weights + i);
+        store(weights + i, round_to_pairs(own, pick(own, own, swapped<kSlots<kHeads>>(EveryLane{}))));
+    }
+}
+
+// The same from pairs of keys: all channels, two vectors at a time, which leaves them in stored order.
+template <int kHeads>
+[[gnu::noinline]] void add_paired_values(float *sums, const float *corrections, const float *pairs, const Tile &tile,
+                                         int64_t dim, Ahead &ahead) {
+    constexpr int kBlock = 2 * kLanes, kKeys = 4;
+    constexpr int kLines = lines_of(kKeys * kBlock * sizeof(BFloat16));
+    Ahead::Place place = ahead.place();
+    for (int64_t offset = 0; offset < dim; offset += kBlock) {
+        Floats even[kHeads] = {}, odd[kHeads] = {};
+        auto add = [&](int key, Words second) {
+            const Words first = load<Words>(reinterpret_cast<const BFloat16 *>(tile.v[key]) + offset);
+            const Words evens = even_pairs(first, second), odds = odd_pairs(first, second);
+            for (int h = 0; h < kHeads; h++) {
+                uint32_t weights;
+                std::memcpy(&weights, pairs + key * kSlots<kHeads> + h, sizeof weights);
+                even[h] = add_product(even[h], weights, evens);
+                odd[h] = add_product(odd[h], weights, odds);
+            }
+        };
+        auto row = [&](int key) { return load<Words>(reinterpret_cast<const BFloat16 *>(tile.v[key]) + offset); };
+        int key = 0;
+        for (; key + kKeys <= tile.count; key += kKeys) {
+            for (int line = 0; line < kLines; line++) Ahead::ask(place, line);
+            add(key, row(key + 1));
+            add(key + 2, row(key + 3));
+            ahead.pass(place, kLines);
+        }
+        for (; key + 1 < tile.count; key += 2) add(key, row(key + 1));
+        if (key < tile.count) add(key, Words{});
+        for (int h = 0; h < kHeads; h++) {
+            float *to = sums + h * dim + offset;
+            store(to, load<Floats>(to) * corrections[h] + even[h]);
+            store(to + kLanes, load<Floats>(to + kLanes) * corrections[h] + odd[h]);
+        }
+    }
+    ahead.settle(place);
 }
 
 template <class Element, int kHeads>
@@ -236,27 +309,39 @@ Floats weigh(float *scores, int count, Softmax &softmax) {
 }
 
 // What attends to a tile: kHeads query heads and their state.
+template <class Query>
 struct Heads {
-    const float *queries;
+    const Query *queries;
     float *sums;
     Softmax &softmax;
     HeadRule rule;
 };
 
-template <class Element, bool kScaled, int kHeads>
-void attend_tile(const Heads &heads, const Tile &tile, int64_t k_dim, int64_t v_dim, Ahead &ahead) {
+template <class Element, bool kScaled, int kHeads, class Query>
+void attend_tile(const Heads<Query> &heads, const Tile &tile, int64_t k_dim, int64_t v_dim, Ahead &ahead) {
     alignas(64) float scores[kDecodeKeys * kSlots<kHeads>];
     alignas(64) float corrections[kLanes];
-    tile_scores<Element, kHeads>(heads.queries, tile, k_dim, ahead, scores);
+    const int count = tile.count * kSlots<kHeads>;
+    tile_scores<Element, Query, kHeads>(heads.queries, tile, k_dim, ahead, scores);
+    if constexpr (kPaired<Query>) {
+        for (int i = 0; i < count; i += kLanes) {
+            store(scores + i, load<Floats>(scores + i) * heads.rule.rule.query_factor);
+        }
+    }
     if constexpr (kScaled) scale_keys<kHeads>(scores, tile.k_scale, tile);
     bend_scores<kHeads>(scores, tile, heads.rule);
-    store(corrections, weigh<kHeads>(scores, tile.count * kSlots<kHeads>, heads.softmax));
+    store(corrections, weigh<kHeads>(scores, count, heads.softmax));
     if constexpr (kScaled) scale_keys<kHeads>(scores, tile.v_scale, tile);
-    tile_values<Element, kHeads>(heads.sums, corrections, scores, tile, v_dim, ahead);
+    if constexpr (kPaired<Query>) {
+        pair_weights<kHeads>(scores, tile.count);
+        add_paired_values<kHeads>(heads.sums, corrections, scores, tile, v_dim, ahead);
+    } else {
+        tile_values<Element, kHeads>(heads.sums, corrections, scores, tile, v_dim, ahead);
+    }
 }
 
-template <class Element, bool kScaled>
-void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial result) {
+template <class Element, bool kScaled, class Query = float>
+void decode(const Call &call, Task task, Tasks &tasks, float *memory, Partial result) {
     const pagedkv_layer &layer = call.layer;
     const Item &item = *task.item;
     const int64_t k_dim = layer.k_dim, v_dim = layer.v_dim, first_head = task.kv_head * call.group();
@@ -264,8 +349,13 @@ void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial r
     const ScoreRule rule(layer);
 
     Softmax softmax[kMaxDecodeGroup];  // of the heads taken together, at the first of them
+    Query *queries = reinterpret_cast<Query *>(memory);
     for (int h = 0; h < group; h++) {
-        read_query(call, item.q_row, first_head + h, rule.query_factor, queries + h * k_dim);
+        if constexpr (kPaired<Query>) {
+            copy_query(call, item.q_row, first_head + h, queries + h * k_dim);
+        } else {
+            read_query(call, item.q_row, first_head + h, rule.query_factor, queries + h * k_dim);
+        }
     }
     std::fill_n(result.sums, group * v_dim, 0.0f);
 
@@ -275,7 +365,7 @@ void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial r
         Ahead ahead(walk.next(), k_dim * sizeof(Element), v_dim * sizeof(Element));
         by_heads(group, [&](auto heads, int h) {
             const float *slopes = layer.alibi_slopes ? layer.alibi_slopes + first_head + h : nullptr;
-            attend_tile<Element, kScaled, heads>(
+            attend_tile<Element, kScaled, heads, Query>(
                 {queries + h * k_dim, result.sums + h * v_dim, softmax[h], {rule, slopes, item.q_position}}, walk.tile(),
                 k_dim, v_dim, ahead);
         });
@@ -290,10 +380,14 @@ void decode(const Call &call, Task task, Tasks &tasks, float *queries, Partial r
 
 }  // namespace
 
-Kernel decode_kernel(int32_t kv_dtype) {
-    switch (kv_dtype) {
+Kernel decode_kernel(const pagedkv_layer &layer) {
+    switch (layer.kv_dtype) {
         case PAGEDKV_FLOAT32: return decode<float, false>;
-        case PAGEDKV_BFLOAT16: return decode<BFloat16, false>;
+        case PAGEDKV_BFLOAT16:
+            if constexpr (kPairProducts) {
+                if (takes_pairs(layer)) return decode<BFloat16, false, BFloat16>;
+            }
+            return decode<BFloat16, false>;
         case PAGEDKV_FLOAT16: return decode<Float16, false>;
         case PAGEDKV_INT8: return decode<int8_t, true>;
         case PAGEDKV_FP8_E4M3: return decode<Fp8, true>;

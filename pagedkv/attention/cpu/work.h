@@ -128,6 +128,14 @@ struct Call {
 // The queries of a row, fp32 times `factor`, in the stored order of the pages' dtype.
 void read_query(const Call &call, int64_t row, int64_t head, float factor, float *to);
 
+// Its bf16 as it is, in plain order.
+void copy_query(const Call &call, int64_t row, int64_t head, BFloat16 *to);
+
+// Whether bf16 pages are multiplied in pairs (pairs.h) where the processor can: in whole vectors of them.
+inline bool takes_pairs(const pagedkv_layer &layer) {
+    return layer.kv_dtype == PAGEDKV_BFLOAT16 && layer.k_dim % (2 * kLanes) == 0 && layer.v_dim % (2 * kLanes) == 0;
+}
+
 // The two kernels: attend from the task's tokens with the query heads of its KV head to the task's keys. Both ask for the
 // first keys of the task that comes after it in `tasks`.
 //
@@ -136,9 +144,9 @@ void read_query(const Call &call, int64_t row, int64_t head, float factor, float
 // `memory` holds decode_scratch() or prefill_scratch() floats.
 using Kernel = void (*)(const Call &, Task, Tasks &tasks, float *memory, Partial result);
 
-Kernel decode_kernel(int32_t kv_dtype);
+Kernel decode_kernel(const pagedkv_layer &layer);
 int64_t decode_scratch(const pagedkv_layer &layer);
-Kernel prefill_kernel(int32_t kv_dtype);
+Kernel prefill_kernel(const pagedkv_layer &layer);
 int64_t prefill_scratch(const pagedkv_layer &layer, int64_t rows);
 
 }  // namespace pagedkv
