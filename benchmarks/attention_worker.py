@@ -307,14 +307,17 @@ class Worker:
         weight, x = torch.randn(width, width).to(data.dtype), torch.randn(data.batch, width).to(data.dtype)
         return lambda: [(linear(x, weight), run(layer)) for layer in range(self._layers)]
 
-    def time(self, name: str, repeat: int) -> dict[str, Any]:
-        """Return the seconds of one call of a layer, over ``repeat`` passes through all layers."""
+    def time(self, name: str, at_least: float) -> dict[str, Any]:
+        """Return the seconds of one call of a layer, over passes through all layers for ``at_least`` seconds."""
         run = self._ways[name]
         run()
-        start = time.perf_counter()
-        for _ in range(repeat):
+        passes, start = 0, time.perf_counter()
+        while True:
             run()
-        return {"seconds": (time.perf_counter() - start) / (repeat * self._layers)}
+            passes += 1
+            seconds = time.perf_counter() - start
+            if seconds >= at_least:
+                return {"seconds": seconds / (passes * self._layers)}
 
 
 def main() -> None:

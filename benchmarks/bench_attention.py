@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 VLLM_PYTHON = Path(__file__).parents[1] / ".peers" / "vllm" / "bin" / "python"
 COLD_BYTES = 160e6
+SECONDS = 0.02
+"""What a subject is timed for in each round, at least."""
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "int8": 1}
 LARGEST_ERROR = {"bf16": 3e-2, "fp32": 5e-5, "int8": 6e-2}
 SMALL, LARGE = ((9, 3), 64), ((32, 8), 128)
@@ -132,18 +134,13 @@ def measure(case: Case, pool: WorkerPool, kinds: list[str], rounds: int, report:
                 raise SystemExit(f"{case.name}: {subject} is {error:.3g} from the exact answer")
             if subject == "cat" and (case.q_len > 1 or case.linears):
                 continue
-            runs[subject] = partial(_seconds, pool, kind, subject, 1)
-    for subject, run in runs.items():
-        kind = run.args[1]  # type: ignore[attr-defined]
-        # A process that was stopped takes a while to be warm again: each runs as long as the others.
-        repeat = max(1, int(0.02 / (run() * case.layers)))
-        runs[subject] = partial(_seconds, pool, kind, subject, repeat)
+            runs[subject] = partial(_seconds, pool, kind, subject)
     medians = interleave(runs, rounds)
     _add(case, medians, report)
 
 
-def _seconds(pool: WorkerPool, kind: str, subject: str, repeat: int) -> float:
-    return float(pool.ask(kind, {"do": "time", "name": subject, "repeat": repeat})["seconds"])
+def _seconds(pool: WorkerPool, kind: str, subject: str) -> float:
+    return float(pool.ask(kind, {"do": "time", "name": subject, "at_least": SECONDS})["seconds"])
 
 
 def _add(case: Case, medians: dict[str, float], report: Report) -> None:

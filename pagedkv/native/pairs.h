@@ -11,8 +11,8 @@
 
 namespace pagedkv {
 
-// PAGEDKV_PLAIN_PAIRS has other processors take the same ways with plain arithmetic: for tests.
-#if defined(__AVX512BF16__) || defined(PAGEDKV_PLAIN_PAIRS)
+// PAGEDKV_PLAIN_PAIRS has AVX2 and AVX-512 take the same ways with plain arithmetic: for tests.
+#if defined(__AVX512BF16__) || (defined(PAGEDKV_PLAIN_PAIRS) && defined(__AVX2__))
 constexpr bool kPairProducts = true;
 #else
 constexpr bool kPairProducts = false;

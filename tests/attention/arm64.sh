@@ -8,6 +8,6 @@ trap 'rm -rf "$folder"' EXIT
 compiler=aarch64-linux-gnu-g++
 
 CXX=$compiler ${PYTHON:-python3} -m pagedkv.native.build --machine aarch64 --output "$folder"
-$compiler -std=c++20 -O1 -fopenmp -Ipagedkv/attention/cpu -Ipagedkv/native \
-    tests/attention/arm64_selftest.cpp -ldl -Wl,--no-as-needed -lgomp -o "$folder/selftest"
-qemu-aarch64 -L /usr/aarch64-linux-gnu "$folder/selftest" "$folder/libpagedkv-arm64.so"
+$compiler -std=c++20 -O2 -Ipagedkv/attention/cpu -Ipagedkv/native tests/attention/selftest.cpp \
+    "$folder/libpagedkv-arm64.so" -Wl,--no-as-needed -lgomp -o "$folder/selftest"
+OMP_WAIT_POLICY=passive qemu-aarch64 -L /usr/aarch64-linux-gnu "$folder/selftest"

@@ -151,7 +151,7 @@ def assert_within_limit(
     unit of their size, so that together they move the output by up to one unit of the largest V.
     """
     exact, limit = case.reference(spec), error_limit(case, spec)
-    if case.q.dtype == torch.bfloat16 and multiplies_pairs():
+    if operands is None and case.shape.kv_dtype is None and case.q.dtype == torch.bfloat16 and multiplies_pairs():
         operands = torch.bfloat16
     if operands is not None:
         largest_v = max((float(v.abs().max()) for _, v in case.stored if v.numel()), default=0.0)

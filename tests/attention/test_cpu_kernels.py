@@ -127,18 +127,26 @@ def test_offsets_beyond_two_to_the_31(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_a_row_does_not_see_does_not_reach_it(bad: float) -> None:
-    """A later token of the same sequence that is not finite: weight 0 times NaN would be NaN."""
-    case = make_case(Shape([(20, 20)], (3, 1), (16, 16), 4))
-    spec = LayerSpec(0.25)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key", [12, 13])
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_a_row_does_not_see_does_not_reach_it(
+    bad: float, dtype: torch.dtype, key: int, window: int | None
+) -> None:
+    """A token of the same sequence that is not finite: weight 0 times NaN would be NaN. Both keys of a pair of bf16."""
+    case = make_case(Shape([(21, 21)], (3, 1), (64, 64), 4, dtype))
+    spec = LayerSpec(0.25, window=window)
     clean = case.run(spec, "cpu")
     table = case.batch.block_tables[0].tolist()
-    k, v = (torch.full((1, 1, 16), bad) for _ in range(2))
-    write_kv(k, v, case.k_pages, case.v_pages, slots_of(table, 20, 4)[12:13], backend="cpu")
+    k, v = case.stored[0][0][key : key + 1], torch.full((1, 1, 64), bad, dtype=dtype)
+    write_kv(k, v, case.k_pages, case.v_pages, slots_of(table, 21, 4)[key : key + 1], backend="cpu")
     out = case.run(spec, "cpu")
+    positions = torch.arange(21)
+    seen = (positions >= key) & (positions < key + (window or 21))
 
-    torch.testing.assert_close(out[:12], clean[:12], rtol=0, atol=1e-6)
-    assert not out[12:].isfinite().any()
+    rounding = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(out[~seen], clean[~seen], rtol=rounding, atol=rounding)
+    assert not out[seen].isfinite().any()
 
 
 @pytest.mark.parametrize("q_len", [1, 3])

@@ -42,10 +42,14 @@ class Ahead {
         }
     }
 
-    // Ask for the next `lines` lines, in loops that have no place of their own.
+    // Ask for the next `lines` lines, over as many runs as it takes; for loops that have no place of their own.
     void ask_for(int lines) {
-        for (int line = 0; line < lines; line++) ask(place_, line);
-        pass(place_, lines);
+        while (lines > 0) {
+            const int here = std::min(lines, lines_of(place_.end - place_.at));
+            for (int line = 0; line < here; line++) ask(place_, line);
+            pass(place_, here);
+            lines -= here;
+        }
     }
 
   private:

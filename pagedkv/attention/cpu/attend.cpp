@@ -5,7 +5,6 @@
 #include <atomic>
 #include <vector>
 
-#include "pairs.h"
 #include "scratch.h"
 #include "softmax.h"
 #include "work.h"
@@ -286,7 +285,12 @@ void read_query(const Call &call, int64_t row, int64_t head, float factor, float
 
 void copy_query(const Call &call, int64_t row, int64_t head, BFloat16 *to) {
     const BFloat16 *from = reinterpret_cast<const BFloat16 *>(call.q.at(row, head));
-    for (int64_t i = 0; i < call.layer.k_dim; i++) to[i] = from[i * call.q.strides[2]];
+    const int64_t stride = call.q.strides[2], dim = call.layer.k_dim;
+    if (stride == 1) {
+        std::copy_n(from, dim, to);
+    } else {
+        for (int64_t i = 0; i < dim; i++) to[i] = from[i * stride];
+    }
 }
 
 }  // namespace pagedkv

@@ -21,7 +21,7 @@ constexpr int kMostHeads = 4;
 
 // Queries are fp32, or bf16 as they came, for products of pairs.
 template <class Query>
-constexpr bool kPaired = std::is_same_v<Query, BFloat16>;
+constexpr bool kPairedQuery = std::is_same_v<Query, BFloat16>;
 
 // Scores and weights of a tile stand key by key, a slot a head: then a vector holds whole keys, softmax needs no shuffles
 // but at the end, and what is for a head is in lanes of equal (lane % kSlots). Three heads leave a slot empty.
@@ -91,7 +91,7 @@ template <class Element, class Query, int kHeads>
         int64_t i = 0;
         for (; i + kPair <= dim; i += kPair) {
             for (int line = 0; line < kLines; line++) Ahead::ask(place, line);
-            if constexpr (kPaired<Query>) {
+            if constexpr (kPairedQuery<Query>) {
                 add_products<kHeads, kKeys>(sums, queries, dim, keys, i);
             } else {
                 add_products<kHeads, kKeys>(sums, queries + i, dim, [&](int key) { return widen_half<0>(keys[key] + i); });
@@ -100,7 +100,7 @@ template <class Element, class Query, int kHeads>
             }
             ahead.pass(place, kLines);
         }
-        if constexpr (!kPaired<Query>) {
+        if constexpr (!kPairedQuery<Query>) {
             if (i < dim) {
                 add_products<kHeads, kKeys>(sums, queries + i, dim, [&](int key) { return widen(keys[key] + i); });
             }
@@ -323,7 +323,7 @@ void attend_tile(const Heads<Query> &heads, const Tile &tile, int64_t k_dim, int
     alignas(64) float corrections[kLanes];
     const int count = tile.count * kSlots<kHeads>;
     tile_scores<Element, Query, kHeads>(heads.queries, tile, k_dim, ahead, scores);
-    if constexpr (kPaired<Query>) {
+    if constexpr (kPairedQuery<Query>) {
         for (int i = 0; i < count; i += kLanes) {
             store(scores + i, load<Floats>(scores + i) * heads.rule.rule.query_factor);
         }
@@ -332,7 +332,7 @@ void attend_tile(const Heads<Query> &heads, const Tile &tile, int64_t k_dim, int
     bend_scores<kHeads>(scores, tile, heads.rule);
     store(corrections, weigh<kHeads>(scores, count, heads.softmax));
     if constexpr (kScaled) scale_keys<kHeads>(scores, tile.v_scale, tile);
-    if constexpr (kPaired<Query>) {
+    if constexpr (kPairedQuery<Query>) {
         pair_weights<kHeads>(scores, tile.count);
         add_paired_values<kHeads>(heads.sums, corrections, scores, tile, v_dim, ahead);
     } else {
@@ -351,7 +351,7 @@ void decode(const Call &call, Task task, Tasks &tasks, float *memory, Partial re
     Softmax softmax[kMaxDecodeGroup];  // of the heads taken together, at the first of them
     Query *queries = reinterpret_cast<Query *>(memory);
     for (int h = 0; h < group; h++) {
-        if constexpr (kPaired<Query>) {
+        if constexpr (kPairedQuery<Query>) {
             copy_query(call, item.q_row, first_head + h, queries + h * k_dim);
         } else {
             read_query(call, item.q_row, first_head + h, rule.query_factor, queries + h * k_dim);
@@ -384,10 +384,7 @@ Kernel decode_kernel(const pagedkv_layer &layer) {
     switch (layer.kv_dtype) {
         case PAGEDKV_FLOAT32: return decode<float, false>;
         case PAGEDKV_BFLOAT16:
-            if constexpr (kPairProducts) {
-                if (takes_pairs(layer)) return decode<BFloat16, false, BFloat16>;
-            }
-            return decode<BFloat16, false>;
+            return takes_pairs(layer) ? decode<BFloat16, false, BFloat16> : decode<BFloat16, false>;
         case PAGEDKV_FLOAT16: return decode<Float16, false>;
         case PAGEDKV_INT8: return decode<int8_t, true>;
         case PAGEDKV_FP8_E4M3: return decode<Fp8, true>;

@@ -159,7 +159,7 @@ void block_weigh(float *scores, KeySpan span, float *largest, float *weights, Fl
 
 // Weights [key] of a span become pairs [key / 2], in their place; a key outside the span counts as 0.
 template <int kVectors>
-void pair_weights(float *weights, KeySpan span) {
+void block_pair_weights(float *weights, KeySpan span) {
     constexpr int kRow = kVectors * kLanes;
     for (int key = span.begin / 2 * 2; key < span.end; key += 2) {
         for (int i = 0; i < kRow; i += kLanes) {
@@ -203,6 +203,7 @@ void block_values_guarded(const Buffers &buffers, float *sums, KeySpan span, con
             Floats sum = load<Floats>(to) * corrections[v];
             for (int key = span.begin; key < span.end; key++) {
                 Floats weight = load<Floats>(buffers.scores + (key * kVectors + v) * kLanes);
+                if constexpr (kPaired<Operand>) weight = as_floats(round_to_bfloat16(weight) << 16);
                 sum += weight == 0.0f ? Floats{} : weight * value_of<Operand>(buffers, key, channel);
             }
             store(to, sum);
@@ -227,15 +228,15 @@ void attend_block(const Pass &pass, int64_t first_row) {
     if (!pass.v_finite && (span.masked || kPaired<Operand>)) {
         block_values_guarded<kVectors, Operand>(buffers, sums, span, corrections);
     } else {
-        if constexpr (kPaired<Operand>) pair_weights<kVectors>(buffers.scores, span);
+        if constexpr (kPaired<Operand>) block_pair_weights<kVectors>(buffers.scores, span);
         block_values<kVectors, Operand>(pass, sums, span, corrections);
     }
 }
 
-// Lines of a whole tile's K and V that each product on the tile before it asks for.
+// Lines that each product on a tile asks for, so that all of them ask for the next one's K and V.
 int lines_a_product(int64_t num_rows, int64_t v_dim, int64_t lines_of_key) {
-    const int64_t blocks = (num_rows + kBlockRows - 1) / kBlockRows;
-    const int64_t products = blocks * (kTileKeys + v_dim) / kBroadcasts<kBlockVectors>;
+    int64_t products = 0;
+    by_blocks(num_rows, [&](auto vectors, int64_t) { products += (kTileKeys + v_dim) / kBroadcasts<vectors>; });
     return static_cast<int>((kTileKeys * lines_of_key + products - 1) / products);
 }
 
@@ -281,10 +282,7 @@ Kernel prefill_kernel(const pagedkv_layer &layer) {
     switch (layer.kv_dtype) {
         case PAGEDKV_FLOAT32: return prefill<float, false>;
         case PAGEDKV_BFLOAT16:
-            if constexpr (kPairProducts) {
-                if (takes_pairs(layer)) return prefill<BFloat16, false, Pair>;
-            }
-            return prefill<BFloat16, false>;
+            return takes_pairs(layer) ? prefill<BFloat16, false, Pair> : prefill<BFloat16, false>;
         case PAGEDKV_FLOAT16: return prefill<Float16, false>;
         case PAGEDKV_INT8: return prefill<int8_t, true>;
         case PAGEDKV_FP8_E4M3: return prefill<Fp8, true>;

@@ -42,7 +42,7 @@ struct Buffers {
     float *k_tile;   // [kTileKeys][k_stride]
     float *v_tile;   // [kTileKeys][v_stride]
     float *scores;   // [kTileKeys][kBlockRows]
-    float *lines;    // [kLanes][k_depth or v_dim], for transposing
+    float *lines;    // [kLanes][k_depth], for transposing
     int64_t size;
 
     Buffers(float *memory, const pagedkv_layer &layer, int64_t rows, bool paired)
@@ -64,7 +64,7 @@ struct Buffers {
         k_tile = take(kTileKeys * k_stride);
         v_tile = take(kTileKeys * v_stride);
         scores = take(kTileKeys * kBlockRows);
-        lines = take(kLanes * std::max(k_depth, v_dim));
+        lines = take(kLanes * k_depth);
         size = used;
     }
 };

@@ -11,29 +11,30 @@ class TileWalk {
   public:
     TileWalk(const Call &call, Task task, Tasks &tasks)
         : call_(call), task_(task), tasks_(tasks), begin_(task.item->begin) {
-        if (!more()) return;
-        point(*tile_, task_, begin_);
-        look();
+        if (more()) point(*tile_, task_, begin_);
     }
     TileWalk(const TileWalk &) = delete;
 
     bool more() const { return begin_ < task_.item->end; }
+    const Tile &tile() const { return *tile_; }
+
+    // Look at the next tile, before `step` goes there. The tile itself where nothing comes after it.
+    const Tile &next() {
+        if (begin_ + kMostKeys < task_.item->end) {
+            point(*next_, task_, begin_ + kMostKeys);
+            return *next_;
+        }
+        const Task after = tasks_.upcoming();
+        if (!after.item || after.item->begin >= after.item->end) return *tile_;
+        point(*next_, after, after.item->begin);
+        return *next_;
+    }
     void step() {
         begin_ += kMostKeys;
         std::swap(tile_, next_);
-        if (more()) look();
     }
-    const Tile &tile() const { return *tile_; }
-    // The tile itself where nothing comes after it.
-    const Tile &next() const { return last_ ? *tile_ : *next_; }
 
   private:
-    void look() {
-        if (begin_ + kMostKeys < task_.item->end) return point(*next_, task_, begin_ + kMostKeys);
-        const Task after = tasks_.upcoming();
-        last_ = !after.item || after.item->begin >= after.item->end;
-        if (!last_) point(*next_, after, after.item->begin);
-    }
     void point(Tile &tile, Task task, int64_t begin) {
         const Item &item = *task.item;
         point_at<kScaled>(tile, call_.head_pages(task.kv_head), call_.table(item.sequence), item.keys, begin,
@@ -44,7 +45,6 @@ class TileWalk {
     const Task task_;
     Tasks &tasks_;
     int64_t begin_;
-    bool last_ = false;
     Tile tiles_[2];
     Tile *tile_ = &tiles_[0], *next_ = &tiles_[1];
 };

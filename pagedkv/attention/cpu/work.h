@@ -6,6 +6,7 @@
 
 #include "abi.h"
 #include "page_walk.h"
+#include "pairs.h"
 
 namespace pagedkv {
 
@@ -131,9 +132,10 @@ void read_query(const Call &call, int64_t row, int64_t head, float factor, float
 // Its bf16 as it is, in plain order.
 void copy_query(const Call &call, int64_t row, int64_t head, BFloat16 *to);
 
-// Whether bf16 pages are multiplied in pairs (pairs.h) where the processor can: in whole vectors of them.
+// Whether a layer's K and V are multiplied in pairs (pairs.h): bf16 in whole vectors of them.
 inline bool takes_pairs(const pagedkv_layer &layer) {
-    return layer.kv_dtype == PAGEDKV_BFLOAT16 && layer.k_dim % (2 * kLanes) == 0 && layer.v_dim % (2 * kLanes) == 0;
+    return kPairProducts && layer.kv_dtype == PAGEDKV_BFLOAT16 && layer.k_dim % (2 * kLanes) == 0 &&
+           layer.v_dim % (2 * kLanes) == 0;
 }
 
 // The two kernels: attend from the task's tokens with the query heads of its KV head to the task's keys. Both ask for the
