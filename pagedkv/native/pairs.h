@@ -35,9 +35,4 @@ inline Floats add_product(Floats sum, uint32_t a, Words b) { return add_pair_pro
 inline Words even_pairs(Words first, Words second) { return (first & 0xffff) | (second << 16); }
 inline Words odd_pairs(Words first, Words second) { return (first >> 16) | upper_halves(second); }
 
-// Weights, rounded to bf16, as pairs.
-inline Words round_to_pairs(Floats first, Floats second) {
-    return round_to_bfloat16(first) | round_to_bfloat16(second) << 16;
-}
-
 }  // namespace pagedkv

@@ -250,6 +250,11 @@ inline Words round_to_bfloat16(Floats value) {
     return (Words)(value != value) ? (bits >> 16 | 0x40) : rounded;
 }
 
+// Two of them a word, the first in its lower half.
+inline Words round_to_pairs(Floats first, Floats second) {
+    return round_to_bfloat16(first) | round_to_bfloat16(second) << 16;
+}
+
 inline void narrow(float *to, Floats value) { store(to, value); }
 
 inline void narrow(BFloat16 *to, Floats value) { store(to, __builtin_convertvector(round_to_bfloat16(value), Halves)); }
@@ -364,9 +369,7 @@ inline void narrow_strided(Element *to, int64_t stride, const float *from, int64
 inline void narrow_row(BFloat16 *to, const float *from, int64_t dim, float factor) {
     int64_t i = 0;
     for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
-        Words even = round_to_bfloat16(load<Floats>(from + i) * factor);
-        Words odd = round_to_bfloat16(load<Floats>(from + i + kLanes) * factor);
-        store(to + i, (even & 0xffff) | odd << 16);
+        store(to + i, round_to_pairs(load<Floats>(from + i) * factor, load<Floats>(from + i + kLanes) * factor));
     }
     narrow_strided(to + i, 1, from + i, dim - i, factor);
 }

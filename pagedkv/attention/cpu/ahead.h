@@ -42,7 +42,8 @@ class Ahead {
         }
     }
 
-    // Ask for the next `lines` lines, over as many runs as it takes; for loops that have no place of their own.
+    // Ask for the next `lines` lines, over as many runs as it takes: for prefill, where hundreds of multiply-adds follow
+    // each time, so that its bursts (up to 26 lines) have time to arrive.
     void ask_for(int lines) {
         while (lines > 0) {
             const int here = std::min(lines, lines_of(place_.end - place_.at));

@@ -193,8 +193,9 @@ template <int kHeads>
     Ahead::Place place = ahead.place();
     for (int64_t offset = 0; offset < dim; offset += kBlock) {
         Floats even[kHeads] = {}, odd[kHeads] = {};
+        auto row = [&](int key) { return load<Words>(reinterpret_cast<const BFloat16 *>(tile.v[key]) + offset); };
         auto add = [&](int key, Words second) {
-            const Words first = load<Words>(reinterpret_cast<const BFloat16 *>(tile.v[key]) + offset);
+            const Words first = row(key);
             const Words evens = even_pairs(first, second), odds = odd_pairs(first, second);
             for (int h = 0; h < kHeads; h++) {
                 uint32_t weights;
@@ -203,7 +204,6 @@ template <int kHeads>
                 odd[h] = add_product(odd[h], weights, odds);
             }
         };
-        auto row = [&](int key) { return load<Words>(reinterpret_cast<const BFloat16 *>(tile.v[key]) + offset); };
         int key = 0;
         for (; key + kKeys <= tile.count; key += kKeys) {
             for (int line = 0; line < kLines; line++) Ahead::ask(place, line);

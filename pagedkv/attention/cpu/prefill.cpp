@@ -177,7 +177,7 @@ void block_values(const Pass &pass, float *sums, KeySpan span, const Floats (&co
     const Buffers &buffers = pass.buffers;
     Ahead &ahead = pass.ahead;
     const int lines = pass.lines;
-    constexpr int kCount = kBroadcasts<kVectors>, kKeys = kPaired<Operand> ? 2 : 1;
+    constexpr int kCount = kBroadcasts<kVectors>, kKeys = kRowKeys<Operand>;
     const int first = span.begin / kKeys, depth = (span.end + kKeys - 1) / kKeys - first;
     const Operand *weights = operands<Operand>(buffers.scores) + first * kVectors * kLanes;
     const Operand *values = operands<Operand>(buffers.v_tile) + first * buffers.v_stride;

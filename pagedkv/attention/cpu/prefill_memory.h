@@ -24,13 +24,17 @@ using Pair = uint32_t;
 template <class Operand>
 constexpr bool kPaired = std::is_same_v<Operand, Pair>;
 
+// Keys that a row of v_tile or of weights stands for.
+template <class Operand>
+constexpr int kRowKeys = kPaired<Operand> ? 2 : 1;
+
 // The tile, queries and weights lie in memory of floats.
 template <class Operand>
 inline const Operand *operands(const float *memory) {
     return reinterpret_cast<const Operand *>(memory);
 }
 
-// The memory of an item. In pairs, k_depth is half of the channels, and a row of v_tile or of weights stands for two keys.
+// The memory of an item. In pairs, k_depth is half of the channels.
 struct Buffers {
     int64_t k_depth, v_dim, v_padded, k_stride, v_stride;
     float *queries;  // [block][k_depth][rows of the block]
@@ -168,7 +172,7 @@ inline void load_pairs(const Buffers &buffers, const Tile &tile) {
 template <class Operand>
 inline float value_of(const Buffers &buffers, int key, int64_t channel) {
     if constexpr (kPaired<Operand>) {
-        const Pair pair = operands<Pair>(buffers.v_tile)[key / 2 * buffers.v_stride + channel];
+        const Pair pair = operands<Pair>(buffers.v_tile)[key / kRowKeys<Pair> * buffers.v_stride + channel];
         const Pair bits = key % 2 ? pair & 0xffff0000u : pair << 16;
         float value;
         std::memcpy(&value, &bits, sizeof value);
@@ -182,8 +186,8 @@ inline float value_of(const Buffers &buffers, int key, int64_t channel) {
 template <class Operand>
 bool all_finite(const Buffers &buffers, int count) {
     float probe = 0;
-    for (int key = 0; key < count; key += kPaired<Operand> ? 2 : 1) {
-        const float *row = buffers.v_tile + key / (kPaired<Operand> ? 2 : 1) * buffers.v_stride;
+    for (int key = 0; key < count; key += kRowKeys<Operand>) {
+        const float *row = buffers.v_tile + key / kRowKeys<Operand> * buffers.v_stride;
         Floats sum = {};
         int64_t i = 0;
         for (; i + kLanes <= buffers.v_dim; i += kLanes) {

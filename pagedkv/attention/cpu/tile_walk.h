@@ -18,7 +18,7 @@ class TileWalk {
     bool more() const { return begin_ < task_.item->end; }
     const Tile &tile() const { return *tile_; }
 
-    // Look at the next tile, before `step` goes there. The tile itself where nothing comes after it.
+    // Look at the next tile, once for each and before `step` goes there. The tile itself where nothing comes after it.
     const Tile &next() {
         if (begin_ + kMostKeys < task_.item->end) {
             point(*next_, task_, begin_ + kMostKeys);
